@@ -242,6 +242,17 @@ async def test_a_wait_for_a_judge_says_what_it_waits_for(played: PlayedJudge, ca
     assert "status 503" in line
 
 
+async def test_a_judge_that_the_run_does_not_start_and_that_does_not_answer_is_a_warning_at_once(
+    played: PlayedJudge, caplog
+) -> None:
+    played.script = lambda body, number: (503, {}, {}) if number < 2 else (200, verdict(), {})
+    with caplog.at_level("INFO"), gateway(played) as opened:
+        await opened.warm()
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("Judge 'grader' at http://127.0.0.1:")
+    assert "correct judge.grader.base_url; the run waits 1800 s" in warning
+
+
 async def test_a_judge_that_reasons_and_takes_no_max_tokens_starts(played: PlayedJudge) -> None:
     no_text = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
     refused = {"error": {"message": "Unsupported parameter: max_tokens"}}

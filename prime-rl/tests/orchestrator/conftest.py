@@ -24,7 +24,7 @@ from starlette.routing import Route
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.orchestrator import run
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import load_config
@@ -480,8 +480,7 @@ def orchestrate(tmp_path: Path, policy_server, capsys: pytest.CaptureFixture[str
 
 def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float = -1.0) -> ModelCall:
     return ModelCall(
-        prompt_ids=list(prompt),
-        prompt_mask=[False] * len(prompt),
+        prompt=Prompt.of(list(prompt)),
         completion_ids=list(completion),
         completion_mask=[True] * len(completion),
         completion_logprobs=[logprob] * len(completion),

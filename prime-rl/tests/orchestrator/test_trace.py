@@ -14,8 +14,9 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.env_servers.service import EnvironmentService
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
@@ -132,3 +133,50 @@ async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, u
     first, second = (call.details for call in rollout.trace.calls)
     assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
     assert first.started_s <= first.ended_s <= second.started_s <= second.ended_s
+
+
+def turns_of(count: int) -> list[dict[str, Any]]:
+    """The steps of a conversation: each prompt adds two tokens to all that was said before."""
+    said, steps = [1], []
+    for turn in range(count):
+        prompt, answer = [*said, 1000 + turn, 7], [2000 + turn, 3]
+        masks = {"prompt_mask": [0] * len(prompt), "completion_mask": [1, 1]}
+        tokens = {"prompt_ids": prompt, "completion_ids": answer, "completion_logprobs": [-0.5, -0.5], **masks}
+        steps.append({"tokens": tokens})
+        said = prompt + answer
+    return steps
+
+
+def test_a_rollout_keeps_each_token_of_a_conversation_once() -> None:
+    steps = turns_of(50)
+    calls = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0).trace.calls
+    assert sum(len(call.prompt.added) + len(call.completion_ids) for call in calls) == calls[-1].total_tokens
+    assert [call.prompt_ids for call in calls] == [step["tokens"]["prompt_ids"] for step in steps]
+
+
+def test_calls_of_two_conversations_share_with_their_own_alone() -> None:
+    first, second = turns_of(3), turns_of(3)
+    for step in second:
+        step["tokens"]["prompt_ids"][0] = 9
+    steps = [step for pair in zip(first, second, strict=True) for step in pair]
+    rollout = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0)
+    assert [call.prompt_ids for call in rollout.trace.calls] == [step["tokens"]["prompt_ids"] for step in steps]
+    assert [sample.prompt_ids[0] for sample in to_samples(rollout)] == [1, 9]
+    assert sum(len(call.prompt.added) for call in rollout.trace.calls) == 2 * (3 + 2 + 2)
+
+
+def test_a_prompt_keeps_the_mask_that_an_environment_gave_it() -> None:
+    steps = turns_of(2)
+    steps[1]["tokens"]["prompt_mask"][1] = 1
+    first, second = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0).trace.calls
+    assert (first.prompt_mask, second.prompt_mask) == ([False] * 3, [False, True, *[False] * 5])
+
+
+async def test_the_numbers_of_a_prompt_of_tokens_are_kept_once(policy_server) -> None:
+    channel = ChatChannel(policy_server.url, {}, timeout_s=10.0, max_retries=0)
+    body = {"messages": [{"role": "user", "content": "a"}], "tokens": [1001, 1002]}
+    try:
+        reply = await channel.post("/chat/completions/tokens", body=body)
+    finally:
+        await channel.close()
+    assert reply.prompt_token_ids is body["tokens"]

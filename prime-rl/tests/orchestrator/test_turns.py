@@ -85,3 +85,21 @@ async def test_an_answer_that_ends_like_a_header_of_the_template_is_not_mixed_up
     render = rendered_with([END])
     asked = [QUESTION, {**ANSWER, "content": "two:"}, NEXT]
     assert await next_prompt(render, letters("two:")) == render(asked, True)
+
+
+async def test_a_prompt_continues_its_own_conversation_and_not_the_longest_or_last_one() -> None:
+    render, client = rendered_with([END]), Client(rendered_with([END]))
+    conversations = [[QUESTION], [{"role": "user", "content": "four?"}, ANSWER, NEXT], [NEXT]]
+    steps = [
+        {
+            "prompt": [UserMessage(**each) if each["role"] == "user" else AssistantMessage(**each) for each in asked],
+            "completion": [AssistantMessage(**ANSWER)],
+            "tokens": {"prompt_ids": render(asked, True), "completion_ids": letters("two"), "is_truncated": False},
+            "response": None,
+        }
+        for asked in conversations
+    ]
+    asked = [UserMessage(**QUESTION), AssistantMessage(**ANSWER), UserMessage(**NEXT)]
+    messages, _ = await client.to_native_prompt(asked)
+    prompt = await client.get_prompt_ids({"trajectory": steps, "model": "letters"}, messages, None)
+    assert prompt == render([QUESTION, ANSWER, NEXT], True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.transport.errors import TransportError
-from prime_rl.transport.weights import WeightGroup, bundles_of
+from prime_rl.transport.weights import NCCL_LATER_S, WeightGroup, bundles_of
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 3600
@@ -113,9 +113,17 @@ def test_an_engine_that_stops_receiving_is_an_error_after_the_timeout(port) -> N
     trainer.send({"model.norm.weight": torch.ones(3)}, 1)
     trainer._timeout = timedelta(seconds=0.3)  # of each message from here on
     more_than_sockets_hold = torch.ones(2**23)
-    with pytest.raises(TransportError, match="version 2 did not reach the inference servers"):
+    late = "version 2 did not reach the inference servers: not every process took part within 0.3 s"
+    with pytest.raises(TransportError, match=late):
         trainer.send({"model.norm.weight": more_than_sockets_hold}, 2)
     engine.communicate("die\n")  # closes the connection that gloo's thread still waits for
+
+
+@pytest.mark.gpu
+def test_the_watchdog_of_nccl_ends_no_process_before_it_has_said_why(port) -> None:
+    group = WeightGroup(("127.0.0.1", port), 0, 1, torch.device("cuda"), timeout_s=30)
+    group.send({"model.norm.weight": torch.ones(3)}, 1)
+    assert group._backend.options._timeout == timedelta(seconds=30 + NCCL_LATER_S)
 
 
 def test_a_group_of_another_size_is_refused_on_joining(port) -> None:

@@ -233,6 +233,7 @@ async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> 
         await each.environment.connect()
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
+    evaluation.judges.say_wait()
     await evaluation.judges.warm()
     await _unless_lost(evaluation.judges, evaluation.run(candidates))
     for each in evaluation.sets:

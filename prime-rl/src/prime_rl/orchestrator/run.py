@@ -127,10 +127,15 @@ async def _run(
         if config.env_servers:
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
+
         # W&B takes seconds to start, so start it while waiting for the servers.
-        ready = pool.wait_ready(config.use_token_client, run.server_log)
+        async def ready() -> int:
+            held_version = await pool.wait_ready(config.use_token_client, run.server_log)
+            judges.say_wait()
+            return held_version
+
         (monitor, extras), held_version, _ = await asyncio.gather(
-            asyncio.to_thread(setup_monitor, config, run, paths), ready, judges.warm()
+            asyncio.to_thread(setup_monitor, config, run, paths), ready(), judges.warm()
         )
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,9 @@ from prime_rl.transport.errors import TransportError
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _GROUP_INFO = "info"
 _BACKLOG = 1024
+_POLL_S = 2e-4
+NCCL_LATER_S = 60.0
+"""Seconds by which NCCL's own limit is later than ours. At its limit, torch's watchdog ends the process at once."""
 SENDER = 0
 
 
@@ -138,9 +142,17 @@ class WeightGroup:
             self._backend = _backend(self._store, self.rank, self.size, self.device, self._timeout)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        # torch's stub omits the backend's methods. Without a timeout, NCCL's `wait` does not wait for a lost rank, but
-        # leaves that to the next use of the tensor, which has no limit.
-        self._backend.broadcast([tensor], options).wait(self._timeout)  # type: ignore[union-attr]
+        # torch's stub omits the backend's methods.
+        work = self._backend.broadcast([tensor], options)  # type: ignore[union-attr]
+        # NCCL's `wait` marks work that is late as failed, and its watchdog then ends the process before we can say why.
+        limit_s = self._timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        while not work.is_completed():
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"not every process took part within {limit_s:g} s (weight_broadcast.timeout)")
+            time.sleep(_POLL_S)
+        # Raises the error of work that failed.
+        work.wait(self._timeout)
 
     def _send_number(self, number: int) -> None:
         self._broadcast(torch.tensor([number], dtype=torch.int64, device=self.device))
@@ -208,8 +220,11 @@ def _backend(
 ) -> dist.ProcessGroupNCCL | dist.ProcessGroupGloo:
     # Constructed directly: the process may be in other groups already, and an engine worker must not create a default.
     store = dist.PrefixStore("weights", store)
+    # NCCL connects without a limit: it would wait for ever for a process that has ended.
+    store.set(f"here_{rank}", "")
+    store.wait([f"here_{other}" for other in range(size)], timeout)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timeout + timedelta(seconds=NCCL_LATER_S)
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -19,6 +19,7 @@ from prime_rl.environments.judging.cache import AnswerCache, key_of
 from prime_rl.environments.judging.counters import Counters
 from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
 from prime_rl.utils.engine_keys import is_loopback
+from prime_rl.utils.logger import get_logger
 from prime_rl.utils.machine.open_files import allow_connections
 from prime_rl.utils.waiting import Wait
 
@@ -224,7 +225,7 @@ class Judge:
         # Of another's server, only what its user set: OpenAI's reasoning models refuse max_tokens.
         body |= {"max_tokens": 1} if self.config.is_ours else {}
         limit_s = self.config.startup_timeout_s
-        wait = Wait(f"judge {self.server.name!r} at {self.server.url}", "no answer", limit_s, "startup_timeout_s")
+        wait = Wait(f"judge {self.server.name!r} at {self.server.url}", "", limit_s, "startup_timeout_s")
         try:
             async with asyncio.timeout(limit_s):
                 while True:
@@ -232,15 +233,26 @@ class Judge:
                     try:
                         await self._attempt({**self.config.sampling, **body}, needs_text=False)
                     except _TryAgain as error:
+                        if not self.config.is_ours and not wait.advice:
+                            self._warn_of_wait(str(error))
                         wait.advice = f"last: {error}"
                         wait.is_over()  # says each minute that the wait goes on
                     else:
                         return
                     await asyncio.sleep(FIRST_PAUSE_S)
         except TimeoutError:
+            wait.advice = wait.advice or "no answer"
             raise JudgeLost(wait.fault) from None
         except CallRefused as error:
             raise JudgeLost(f"judge {self.server.name!r} at {self.server.url}: {error}") from error
+
+    def _warn_of_wait(self, why: str) -> None:
+        """Tell the user of a server that nothing here starts: it may still load, or never come."""
+        name, limit = self.server.name, f"{self.config.startup_timeout_s:g}"
+        get_logger().warning(
+            f"Judge {name!r} at {self.server.url} does not answer: {why}. Start that server, or correct "
+            f"judge.{name}.base_url; the run waits {limit} s for it (judge.{name}.startup_timeout_s)"
+        )
 
     async def close(self) -> None:
         tasks = list(self._tasks)

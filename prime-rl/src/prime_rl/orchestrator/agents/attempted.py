@@ -14,7 +14,7 @@ from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.continuation import Message
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 
 REJECTED = "Rejected"
 """The error of a rollout that its agent gave no reward."""
@@ -81,11 +81,10 @@ def _call_of(sequence: Mapping[str, Any]) -> ModelCall:
     start = mask.index(True)
     spans = _spans(sequence["versions"][start:])
     return ModelCall(
-        prompt_ids=sequence["ids"][:start],
+        prompt=Prompt.of(sequence["ids"][:start]),
         completion_ids=sequence["ids"][start:],
         completion_logprobs=sequence["logprobs"][start:],
         completion_mask=mask[start:],
-        prompt_mask=[False] * start,
         details=CallDetails.from_builtins({"version_spans": spans}),
     )
 

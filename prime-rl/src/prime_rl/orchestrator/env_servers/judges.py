@@ -28,6 +28,12 @@ class RunJudges:
     def __init__(self, gateway: JudgeGateway | None) -> None:
         """`gateway` is None in a run without judges."""
         self._gateway = gateway
+        self._is_warm = gateway is None
+
+    def say_wait(self) -> None:
+        """Report that the process waits for a judge, if it does."""
+        if self._gateway is not None and not self._is_warm:
+            own_beats().say(f"waiting for an answer of each judge: {', '.join(self._gateway.judges)}")
 
     async def warm(self) -> None:
         """Wait until every judge has answered once. Raises JudgeFault."""
@@ -36,6 +42,7 @@ class RunJudges:
         get_logger().info(f"Waiting until each judge answers: {', '.join(self._gateway.judges)}")
         try:
             await self._gateway.warm()
+            self._is_warm = True
         except JudgeLost as error:
             raise JudgeFault(str(error)) from error
 

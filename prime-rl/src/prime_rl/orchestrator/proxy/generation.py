@@ -9,10 +9,10 @@ from typing import Any
 
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.completions import Refused, counted
-from prime_rl.orchestrator.proxy.recording import RecordedCall, Session
+from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 
 MAX_STOPS = 64
 
@@ -34,11 +34,11 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         details = CallDetails(tuple(spans), reason, answer.started_s, answer.ended_s)
         count = len(ids)
         prompt = sent["prompt"]
-        tokens = ModelCall(prompt, ids, logprobs, [True] * count, [False] * len(prompt), details)
+        tokens = ModelCall(Prompt.of(prompt), ids, logprobs, [True] * count, details)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedRollout("a server answered without token ids or log-probabilities") from error
     # A rendering that no chat request has: no conversation continues these tokens.
-    session.calls.append(RecordedCall((), {"tokens": True}, tokens, f"gen-{secrets.token_hex(12)}"))
+    session.keep((), {"tokens": True}, tokens, f"gen-{secrets.token_hex(12)}")
     session.is_cut_off |= reason == "length"
     versions = [-1] * count
     for span in spans:

@@ -14,7 +14,7 @@ from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.guests.inside.model_client import session_name
 from prime_rl.orchestrator.proxy.continuation import Message, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.rollouts.turns import EndsOfTurns
 from prime_rl.orchestrator.servers.server import InferenceServer
 
@@ -124,17 +124,27 @@ class Session:
             if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
                 raise MalformedRollout("a server answered without token ids or log-probabilities")
             tokens = ModelCall(
-                prompt_ids=reply.prompt_token_ids,
+                prompt=Prompt.of(reply.prompt_token_ids),
                 completion_ids=choice.token_ids,
                 completion_logprobs=[token.logprob for token in logprobs],
                 completion_mask=[True] * len(choice.token_ids),
-                prompt_mask=[False] * len(reply.prompt_token_ids),
                 details=CallDetails(
                     tuple(choice.weight_versions or ()), choice.finish_reason, reply.started_s, reply.ended_s
                 ),
             )
             answer = canonical({"role": "assistant", **_said(choice.message)})
-            self.calls.append(RecordedCall((*asked, answer), rendering, tokens, completion_id))
+            self.keep((*asked, answer), rendering, tokens, completion_id)
+
+    def keep(
+        self, conversation: tuple[Message, ...], rendering: Mapping[str, Any], tokens: ModelCall, completion_id: str
+    ) -> None:
+        """Record a call. What it has in common with an earlier one is kept once."""
+        tokens = tokens.sharing(call.tokens for call in reversed(self.calls))
+        earlier = next((call for call in reversed(self.calls) if call.tokens is tokens.prompt.earlier), None)
+        known = () if earlier is None else earlier.conversation
+        if conversation[: len(known)] == known:
+            conversation = known + conversation[len(known) :]
+        self.calls.append(RecordedCall(conversation, rendering, tokens, completion_id))
 
 
 def _said(message: Any) -> dict[str, Any]:

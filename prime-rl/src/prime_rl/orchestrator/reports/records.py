@@ -34,7 +34,7 @@ def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         "metrics": rollout.metrics,
         "policy_version": rollout.version,
         "temperature": rollout.temperature,
-        "prompt_tokens": len(rollout.trace.calls[0].prompt_ids) if rollout.trace else None,
+        "prompt_tokens": len(rollout.trace.calls[0].prompt) if rollout.trace else None,
         "completion_tokens": rollout.completion_tokens,
         "num_turns": rollout.num_turns,
         "is_truncated": rollout.is_truncated,
@@ -93,7 +93,7 @@ def _runs(mask: Sequence[bool]) -> list[list[int]]:
 def _call(call: ModelCall) -> dict[str, Any]:
     details = call.details
     return {
-        "prompt_tokens": len(call.prompt_ids),
+        "prompt_tokens": len(call.prompt),
         "completion_tokens": len(call.completion_ids),
         "versions": [[span.start, span.end, span.version] for span in details.version_spans],
         "finish_reason": details.finish_reason,

@@ -92,7 +92,11 @@ class ChatChannel:
         answer = await self.exchange(path, body, (options or {}).get("headers"))
         if path == "/tokenize":
             return self._tokenize_decoder.decode(answer.body)
-        return decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+        reply = decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+        if reply.prompt_token_ids == body.get("tokens"):
+            # Its numbers are those of the earlier turns. The reply's, of 28 bytes each, would be kept for every turn.
+            reply.prompt_token_ids = body.get("tokens")
+        return reply
 
     async def exchange(self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
         """Post a body and return the reply as it is. Raises what `post` raises."""
@@ -223,7 +227,15 @@ class TokenChatClient(OpenAIChatCompletionsTokenClient, ChatClient):
         """
         steps = state["trajectory"]
         marked = [_marked(step, index) for index, step in enumerate(steps)]
-        found = await super().get_prompt_ids({**state, "trajectory": marked}, prompt_messages, oai_tools)
+        fitting = [step for step in marked if step["tokens"] and _num_messages(step) <= len(prompt_messages)]
+        if not fitting:
+            return None
+        # verifiers converts the messages of every turn in search of the longest that fits. It is nearly always the
+        # longest of all: of several, the last.
+        longest = max(reversed(fitting), key=_num_messages)
+        found = await super().get_prompt_ids({**state, "trajectory": [longest]}, prompt_messages, oai_tools)
+        if found is None and len(fitting) > 1:
+            found = await super().get_prompt_ids({**state, "trajectory": fitting}, prompt_messages, oai_tools)
         if found is None:
             return None
         mark, *added = found
@@ -247,6 +259,10 @@ def _marked(step: Mapping[str, Any], index: int) -> dict[str, Any]:
     if step["tokens"] is None:
         return dict(step)
     return {**step, "response": None, "tokens": {**step["tokens"], "prompt_ids": [-1 - index], "completion_ids": []}}
+
+
+def _num_messages(step: Mapping[str, Any]) -> int:
+    return len(step["prompt"]) + len(step["completion"])
 
 
 def _is_overlong(message: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.utils.pydantic_config.errors import one_line
 
 MAX_REWARD = 1e15
@@ -160,7 +160,7 @@ def read_rollout(
 def _check_token_ids(trace: TokenTrace, example: ExampleRef, vocab_size: int) -> None:
     """Raises MalformedRollout: an embedding that does not exist ends the trainer."""
     highest = max(
-        (max(ids) for call in trace.calls for ids in (call.prompt_ids, call.completion_ids) if ids), default=0
+        (max(ids) for call in trace.calls for ids in (call.prompt.added, call.completion_ids) if ids), default=0
     )
     if highest >= vocab_size:
         raise MalformedRollout(
@@ -232,8 +232,12 @@ def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> Toke
 
     A step's tokens are those of the reply as the environment keeps them: cut to its `max_seq_len`, some perhaps masked.
     """
+    trace = TokenTrace()
     try:
-        return TokenTrace([_read_call(step["tokens"], step.get("response")) for step in steps if step.get("tokens")])
+        for step in steps:
+            if step.get("tokens"):
+                trace.append(_read_call(step["tokens"], step.get("response")))
+        return trace
     except MalformedRollout as error:
         raise MalformedRollout(f"environment {example.env!r}: {error}") from error
 
@@ -242,11 +246,12 @@ def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
     # Clients other than ours leave no details on the response.
     get = getattr(response, "get", None)
     return ModelCall(
-        prompt_ids=msgspec.convert(tokens["prompt_ids"], _TokenIds),
+        prompt=Prompt.of(
+            msgspec.convert(tokens["prompt_ids"], _TokenIds), [bool(flag) for flag in tokens["prompt_mask"]]
+        ),
         completion_ids=msgspec.convert(tokens["completion_ids"], _TokenIds),
         completion_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
         completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
-        prompt_mask=[bool(flag) for flag in tokens["prompt_mask"]],
         details=CallDetails.from_builtins(get("call") if get else None),
     )
 

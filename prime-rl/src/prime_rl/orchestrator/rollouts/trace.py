@@ -7,7 +7,8 @@ A trace does not depend on who makes the calls. The chat client of an environmen
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgspec
@@ -48,16 +49,53 @@ class CallDetails(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a prompt.
+
+    One that begins with all tokens of an earlier call keeps only what it adds. With all of them, a conversation's
+    memory would grow with the square of its turns.
+    """
+
+    added: list[int]
+    """Its tokens after those of `earlier`."""
+    mask: list[bool] | None = None
+    """Which of all its tokens may be trained on. None: none of them."""
+    earlier: ModelCall | None = field(default=None, repr=False)
+    shared: int = 0
+    """Number of tokens of `earlier`."""
+
+    @classmethod
+    def of(cls, ids: list[int], mask: list[bool] | None = None) -> Self:
+        """
+        Raises:
+            MalformedRollout: tokens and mask differ in length.
+        """
+        if mask is not None and len(mask) != len(ids):
+            raise MalformedRollout(f"a prompt has {len(ids)} tokens and {len(mask)} mask entries")
+        return cls(ids, mask if mask is not None and any(mask) else None)
+
+    def __len__(self) -> int:
+        return self.shared + len(self.added)
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens, in a new list."""
+        parts, call = [self.added], self.earlier
+        while call is not None:
+            parts += [call.completion_ids, call.prompt.added]
+            call = call.prompt.earlier
+        return [token for part in reversed(parts) for token in part]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCall:
     """The tokens of a prompt, and the M tokens sampled after it."""
 
-    prompt_ids: list[int]
+    prompt: Prompt
     completion_ids: list[int]
     completion_logprobs: list[float]
     completion_mask: list[bool]
     """Which completion tokens may be trained on."""
-    prompt_mask: list[bool]
-    """Which prompt tokens may be trained on: none, unless an environment says so."""
     details: CallDetails = field(default_factory=CallDetails)
 
     def __post_init__(self) -> None:
@@ -70,10 +108,6 @@ class ModelCall:
             raise MalformedRollout(
                 f"a completion has {ids} tokens, {mask} mask entries and {logprobs} log-probabilities"
             )
-        if len(self.prompt_ids) != len(self.prompt_mask):
-            raise MalformedRollout(
-                f"a prompt has {len(self.prompt_ids)} tokens and {len(self.prompt_mask)} mask entries"
-            )
 
     @classmethod
     def from_reply(cls, reply: ChatReply) -> Self | None:
@@ -83,17 +117,38 @@ class ModelCall:
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
             return None
         return cls(
-            prompt_ids=reply.prompt_token_ids,
+            prompt=Prompt.of(reply.prompt_token_ids),
             completion_ids=choice.token_ids,
             completion_logprobs=[token.logprob for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
-            prompt_mask=[False] * len(reply.prompt_token_ids),
             details=CallDetails.from_reply(reply),
         )
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """All tokens of the prompt, in a new list."""
+        return self.prompt.ids
+
+    @property
+    def prompt_mask(self) -> list[bool]:
+        """Which prompt tokens may be trained on: none, unless an environment says so."""
+        return [False] * len(self.prompt) if self.prompt.mask is None else list(self.prompt.mask)
+
+    @property
     def total_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+        return len(self.prompt) + len(self.completion_ids)
+
+    def sharing(self, earlier: Iterable[ModelCall]) -> ModelCall:
+        """This call, without a copy of the tokens of the first of `earlier` that its prompt begins with."""
+        ids = self.prompt_ids
+        for call in earlier:
+            count = call.total_tokens
+            # The last token is compared first: calls of other conversations rarely have it there.
+            if not call.completion_ids or count > len(ids) or ids[count - 1] != call.completion_ids[-1]:
+                continue
+            if ids[:count] == call.prompt_ids + call.completion_ids:
+                return replace(self, prompt=Prompt(ids[count:], self.prompt.mask, call, count))
+        return self
 
 
 @dataclass(slots=True)
@@ -105,9 +160,12 @@ class TokenTrace:
     def record(self, reply: ChatReply) -> ModelCall | None:
         """Append the call that `reply` answers; None, and nothing recorded, if the reply has no tokens."""
         call = ModelCall.from_reply(reply)
-        if call is not None:
-            self.calls.append(call)
-        return call
+        return None if call is None else self.append(call)
+
+    def append(self, call: ModelCall) -> ModelCall:
+        """Append a call, which shares the tokens of an earlier one that it continues."""
+        self.calls.append(call.sharing(reversed(self.calls)))
+        return self.calls[-1]
 
     @property
     def oldest_version(self) -> int | None:
@@ -131,7 +189,7 @@ class TokenTrace:
     @property
     def completion_tokens(self) -> int:
         """Tokens after the first prompt, including those that the environment wrote between calls."""
-        return self.total_tokens - len(self.calls[0].prompt_ids) if self.calls else 0
+        return self.total_tokens - len(self.calls[0].prompt) if self.calls else 0
 
     @property
     def total_tokens(self) -> int:

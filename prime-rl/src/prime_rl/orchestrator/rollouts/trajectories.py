@@ -21,10 +21,11 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
     """
     lines: list[tuple[list[int], TrainingSample]] = []
     for number, call in enumerate(rollout.trace.calls):
-        tokens = call.prompt_ids + call.completion_ids
+        prompt = call.prompt_ids
+        tokens = prompt + call.completion_ids
         for index, (prefix, sample) in enumerate(() if rollout.separate_calls else lines):
-            if call.prompt_ids[: len(prefix)] == prefix:
-                _append(sample, call, call.prompt_ids[len(prefix) :])
+            if prompt[: len(prefix)] == prefix:
+                _append(sample, call, prompt[len(prefix) :])
                 lines[index] = (tokens, sample)
                 break
         else:
@@ -48,8 +49,8 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
 
 def _open(call: ModelCall) -> TrainingSample:
     return TrainingSample(
-        prompt_ids=list(call.prompt_ids),
-        prompt_mask=list(call.prompt_mask),
+        prompt_ids=call.prompt_ids,
+        prompt_mask=call.prompt_mask,
         completion_ids=list(call.completion_ids),
         completion_mask=list(call.completion_mask),
         completion_logprobs=list(call.completion_logprobs),
