@@ -334,6 +334,8 @@ def chat_body(**changes: Any) -> bytes:
         (chat_body(top_p=0), 400),
         (chat_body(n=0), 400),
         (chat_body(top_logprobs=-2, logprobs=True), 400),
+        (chat_body(top_logprobs=2), 400),
+        (chat_body(stop=["a", ""]), 400),
         (chat_body(model="another"), 404),
     ],
     ids=str,

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -74,6 +74,10 @@ class PolicyServer:
     """Chat requests are answered only while it is set."""
     refusal: tuple[int, str] | None = None
     """Status and message of the error response to chat requests."""
+    models: Any = field(default_factory=lambda: {"object": "list", "data": [{"id": MODEL}]})
+    """Answer to the question which models it serves."""
+    page: str | None = None
+    """HTML in place of each completion, as a gateway sends it."""
     waiting: int = 0
     """Chat requests that wait for the gate."""
     reasoning: str | None = None
@@ -112,7 +116,7 @@ class PolicyServer:
         return JSONResponse({}, 200 if self.ready else 503)
 
     async def _models(self, request: Request) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [{"id": MODEL}]})
+        return JSONResponse(self.models)
 
     async def _tokenize(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -158,6 +162,8 @@ class PolicyServer:
             return _error(*self.refusal)
         if body.get("model", MODEL) not in (MODEL, *self.adapters):
             return _error(404, f"the model {body['model']} does not exist")
+        if self.page is not None:
+            return HTMLResponse(self.page)
         response = JSONResponse(self._completion(body))
         self.answers.append(bytes(response.body))
         return response

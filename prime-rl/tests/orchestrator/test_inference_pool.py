@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse
@@ -435,3 +436,14 @@ async def test_the_api_key_and_configured_headers_go_with_every_request(monkeypa
     config = ClientConfig(api_key_var="LETTERS_KEY", headers={"X-Team": "med"})
     (server,) = InferencePool(config, "letters").servers
     assert server.headers == {"Authorization": "Bearer secret", "X-Team": "med"}
+
+
+@pytest.mark.parametrize("models", [[1], {"data": 3}, {"data": ["letters"]}, "letters"], ids=str)
+async def test_a_list_of_models_in_another_form_is_a_fault_of_the_server(policy_server, models: Any) -> None:
+    policy_server.models = models
+    pool = InferencePool(ClientConfig(base_url=[policy_server.url]), "letters")
+    try:
+        with pytest.raises(InferenceFault, match=f"{policy_server.url} does not list its models"):
+            await pool.wait_ready(use_token_client=True)
+    finally:
+        await pool.close()

@@ -187,3 +187,11 @@ async def test_a_request_ends_with_its_agent(policy_server) -> None:
         while policy_server.waiting:
             await asyncio.sleep(0)
     assert not agent.session.calls
+
+
+async def test_a_page_in_place_of_a_completion_is_the_servers_error_for_the_agent(policy_server) -> None:
+    async with agent_of(policy_server) as agent:
+        policy_server.page = "<html>Bad gateway</html>"
+        status, answer = await agent.ask()
+    assert (status, answer["error"]["type"]) == (502, "server_error")
+    assert "<html>Bad gateway</html>" in answer["error"]["message"]

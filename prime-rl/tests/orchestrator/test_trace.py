@@ -13,9 +13,9 @@ from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.env_servers.service import EnvironmentService
-from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
-from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
+from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
+from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
+from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
@@ -180,3 +180,19 @@ async def test_the_numbers_of_a_prompt_of_tokens_are_kept_once(policy_server) ->
     finally:
         await channel.close()
     assert reply.prompt_token_ids is body["tokens"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/chat/completions/tokens"])
+async def test_a_reply_that_is_no_completion_is_an_error_with_the_server_and_what_it_said(policy_server, path) -> None:
+    policy_server.page = "<html>Bad gateway</html>"
+    channel = ChatChannel(policy_server.url, {}, timeout_s=10.0, max_retries=0)
+    try:
+        with pytest.raises(ServerAnswered, match=f"{policy_server.url}{path} answered 200: .*<html>Bad gateway</html>"):
+            await channel.post(path, body={"messages": [{"role": "user", "content": "a"}]})
+    finally:
+        await channel.close()
+
+
+def test_a_server_that_answers_without_choices_is_refused_by_name() -> None:
+    with pytest.raises(InferenceFault, match="http://here answers a chat request without an answer"):
+        check_reply(decode_chat_reply(b'{"choices": []}', 0.0, 0.0), "http://here")

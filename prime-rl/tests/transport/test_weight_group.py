@@ -120,6 +120,7 @@ def test_an_engine_that_stops_receiving_is_an_error_after_the_timeout(port) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_watchdog_of_nccl_ends_no_process_before_it_has_said_why(port) -> None:
     group = WeightGroup(("127.0.0.1", port), 0, 1, torch.device("cuda"), timeout_s=30)
     group.send({"model.norm.weight": torch.ones(3)}, 1)

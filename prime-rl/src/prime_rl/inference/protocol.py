@@ -179,6 +179,8 @@ class SamplingBody(Body):
             )
         if any(len(text) > MAX_STOP_CHARS for text in self.stop_strings):
             raise ValueError(f"`stop` has a string of more than {MAX_STOP_CHARS} characters")
+        if isinstance(self.stop, list) and "" in self.stop:
+            raise ValueError("`stop` has an empty string")
         return self
 
     @property
@@ -217,6 +219,8 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("`top_logprobs` requires `logprobs = true`")
         check_messages(self.messages)
         check_template_kwargs(self.chat_template_kwargs)
         return self

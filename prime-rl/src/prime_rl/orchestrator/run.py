@@ -109,6 +109,13 @@ async def _run_until_stopped(
     return 0
 
 
+async def _ready(pool: InferencePool, use_token_client: bool, run: RunPaths, judges: RunJudges) -> int:
+    """Wait for the servers. Returns the newest policy version that one holds."""
+    held_version = await pool.wait_ready(use_token_client, run.server_log)
+    judges.say_wait()
+    return held_version
+
+
 async def _run(
     config: OrchestratorConfig, environments: Environments, judges: RunJudges, resume_step: int | None, sleep: Sleep
 ) -> None:
@@ -127,16 +134,10 @@ async def _run(
         if config.env_servers:
             await environments.start_servers(config, servers)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
-
+        ready = _ready(pool, config.use_token_client, run, judges)
         # W&B takes seconds to start, so start it while waiting for the servers.
-        async def ready() -> int:
-            held_version = await pool.wait_ready(config.use_token_client, run.server_log)
-            judges.say_wait()
-            return held_version
-
-        (monitor, extras), held_version, _ = await asyncio.gather(
-            asyncio.to_thread(setup_monitor, config, run, paths), ready(), judges.warm()
-        )
+        made = asyncio.to_thread(setup_monitor, config, run, paths)
+        (monitor, extras), held_version, _ = await asyncio.gather(made, ready, judges.warm())
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
         await servers.guard(environments.connect())

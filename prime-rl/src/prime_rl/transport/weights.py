@@ -220,7 +220,7 @@ def _backend(
 ) -> dist.ProcessGroupNCCL | dist.ProcessGroupGloo:
     # Constructed directly: the process may be in other groups already, and an engine worker must not create a default.
     store = dist.PrefixStore("weights", store)
-    # NCCL connects without a limit: it would wait for ever for a process that has ended.
+    # NCCL connects without a limit, also to a process that has ended.
     store.set(f"here_{rank}", "")
     store.wait([f"here_{other}" for other in range(size)], timeout)
     if device.type == "cuda":

@@ -12,7 +12,6 @@ import msgspec
 from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
-from prime_rl.orchestrator.rollouts.replies import decode_chat_reply
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 
 FORWARDED = (
@@ -59,7 +58,7 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     answer = await channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
     # Rewards need ids that are unique, whatever an engine does after a restart.
     completion_id = f"chatcmpl-{secrets.token_hex(12)}"
-    reply = decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+    reply = channel.completion_of(path, answer)
     session.record(messages, rendering, reply, completion_id)
     return _shown(msgspec.json.decode(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
 

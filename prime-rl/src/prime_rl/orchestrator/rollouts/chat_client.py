@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,15 @@ class ServerAnswered(Exception):
         super().__init__(f"{url} answered {status}: {message}")
         self.status = status
         self.message = message
+
+
+class UnreadableAnswer(ServerAnswered):
+    """A server replied with something else than the route returns: a gateway may answer with a page."""
+
+    def __init__(self, url: str, message: str) -> None:
+        super().__init__(url, 200, message)
+        self.status = 502
+        """A fault of the server, for those who decide by the status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +94,15 @@ class ChatChannel:
         """Post a body and decode the reply, like `AsyncOpenAI.post`. The path decides the type, `cast_to` does not.
 
         Raises:
-            ServerAnswered: the reply has an error status, after retries if it is a retryable one.
+            ServerAnswered: the reply has an error status, after retries if it is a retryable one, or cannot be read.
             OverlongPromptError: the prompt does not fit into the model's context.
             aiohttp.ClientError: no reply, after retries.
         """
         answer = await self.exchange(path, body, (options or {}).get("headers"))
         if path == "/tokenize":
-            return self._tokenize_decoder.decode(answer.body)
-        reply = decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+            with self._named(path, answer):
+                return self._tokenize_decoder.decode(answer.body)
+        reply = self.completion_of(path, answer)
         if reply.prompt_token_ids == body.get("tokens"):
             # Its numbers are those of the earlier turns. The reply's, of 28 bytes each, would be kept for every turn.
             reply.prompt_token_ids = body.get("tokens")
@@ -107,6 +117,20 @@ class ChatChannel:
             async with self._limit:
                 answer = await self._post_with_retries(f"{self.base_url}{path}", data, headers)
         return Answer(answer, started_s, ended_s=time.time())
+
+    def completion_of(self, path: str, answer: Answer) -> ChatReply:
+        """The chat completion in a reply. Raises UnreadableAnswer if it is none."""
+        with self._named(path, answer):
+            return decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
+
+    @contextmanager
+    def _named(self, path: str, answer: Answer) -> Iterator[None]:
+        """Say which server gave a reply that cannot be read, and what it said."""
+        try:
+            yield
+        except msgspec.DecodeError as error:
+            message = f"not what {path} returns ({error}): {error_message(answer.body)}"
+            raise UnreadableAnswer(f"{self.base_url}{path}", message) from error
 
     async def close(self) -> None:
         if self._session is not None and self.connections is not None and not self._session.closed:

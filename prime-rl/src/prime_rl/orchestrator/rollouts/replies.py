@@ -84,8 +84,10 @@ def check_reply(reply: ChatReply, url: str) -> None:
     """Refuse a server whose replies cannot be trained on.
 
     Raises:
-        InferenceFault: token ids or log-probabilities are missing.
+        InferenceFault: the answer, its token ids or its log-probabilities are missing.
     """
+    if not reply.choices:
+        raise InferenceFault(f"{url} answers a chat request without an answer: `choices` is empty")
     choice = reply.choices[0]
     parts = {
         "prompt_token_ids": reply.prompt_token_ids,

@@ -246,7 +246,7 @@ class InferencePool:
     async def _check_model(self, server: InferenceServer) -> None:
         try:
             models = await server.served_models()
-        except (ServerAnswered, aiohttp.ClientError, KeyError) as error:
+        except (ServerAnswered, aiohttp.ClientError, LookupError, TypeError, ValueError) as error:
             raise InferenceFault(f"{server.base_url} does not list its models: {error}") from error
         if self.model not in models:
             raise InferenceFault(

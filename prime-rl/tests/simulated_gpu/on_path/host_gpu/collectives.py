@@ -38,7 +38,6 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         super().__init__(store, rank, size, options._timeout)
-        self.options = options
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
         if not all(tensor.is_cuda for tensor in tensors):
