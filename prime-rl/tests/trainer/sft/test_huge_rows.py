@@ -78,7 +78,7 @@ def test_a_limit_inside_another_leaves_it_in_force() -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('{"messages": ' + "[" * 5000, "rows.jsonl:1: not valid JSON: lists or objects are nested too deeply"),
+        ('{"messages": ' + "[" * 50_000, "rows.jsonl:1: not valid JSON: lists or objects are nested too deeply"),
         ('{"text": ' + "9" * 5000 + "}", "rows.jsonl:1: not valid JSON: Exceeds the limit"),
         ('{"prompt": "\\ud800", "completion": "x"}', "rows.jsonl:1: a text holds half a character"),
         (

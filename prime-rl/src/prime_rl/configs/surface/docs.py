@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from inspect import cleandoc
 
 from pydantic.fields import FieldInfo
 
@@ -142,7 +143,7 @@ def _section_text(section: Section, places: list[str]) -> str:
         _row(section, name, field) for name, field in section.model_fields.items() if name != "toml_files" or not places
     ]
     table = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|", *rows] if rows else []
-    return "\n".join([*title, section.__doc__ or "", "", *table]) + "\n"
+    return "\n".join([*title, cleandoc(section.__doc__ or ""), "", *table]) + "\n"
 
 
 def _row(section: Section, name: str, field: FieldInfo) -> str:

@@ -154,7 +154,11 @@ def help_text(root: Section, allow_extras: bool = False) -> str:
     """Return the usage, and type, default, bounds and meaning of each option."""
     extras = "Options that are not listed here are passed on to the engine.\n" if allow_extras else ""
     name = getattr(root, "component", "") or root.__name__
-    lines = [_USAGE.format(name=name.replace("_", "-"), doc=root.__doc__, extras=extras).rstrip(), "", "options:"]
+    lines = [
+        _USAGE.format(name=name.replace("_", "-"), doc=inspect.cleandoc(root.__doc__ or ""), extras=extras).rstrip(),
+        "",
+        "options:",
+    ]
     seen: set[tuple[str, ...]] = set()
     for path, owner, field in walk_fields(root):
         in_list = any(_is_list_below(root, path, length) for length in range(1, len(path)))
