@@ -143,12 +143,12 @@ class Scheduler:
             task = self._next_finished(step, len(groups))
             if task is None:
                 is_empty = self.pool.least_loaded() is None
-                own_beats().say(f"step {step}: {self._waiting_for()}", "inference" if is_empty else None)
+                own_beats().say(f"step {step}: {self._state()}", "inference" if is_empty else None)
                 await self._wait(step)
                 continue
             own_beats().tick()
             group = self._take_result(task)
-            if group is not None and self._accept(group):
+            if group is not None and self._accept(group, step):
                 groups.append(group)
                 left -= target.count(group)
         return groups
@@ -269,7 +269,11 @@ class Scheduler:
             async with asyncio.timeout(WAIT_LOG_INTERVAL_S):
                 await self._changed.wait()
         except TimeoutError:
-            get_logger().info(f"Step {step}: {self._waiting_for()}")
+            get_logger().info(f"Step {step}: {self._state()}")
+
+    def _state(self) -> str:
+        """What was rejected since the last report, and what is waited for."""
+        return "; ".join(words for words in (self.buffer.rejections(), self._waiting_for()) if words)
 
     def _waiting_for(self) -> str:
         oldest = next((group for task, group in self._in_flight.items() if not task.done()), None)
@@ -352,16 +356,13 @@ class Scheduler:
         self._retries.append((example, attempt))
         self.buffer.ledger.requeued(example.draw, reason)
 
-    def _accept(self, group: Group) -> bool:
+    def _accept(self, group: Group, step: int) -> bool:
         if self.buffer.accepts(group):
             self._rejections_in_a_row = 0
             return True
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
-            get_logger().warning(
-                f"orchestrator.buffer rejected {self._rejections_in_a_row} groups in a row: "
-                "the rewards of each group are all equal, or all 0 or 1"
-            )
+            get_logger().warning(f"Step {step}: {self.buffer.rejections()}: {self.buffer.advice()}")
         return False
 
 
