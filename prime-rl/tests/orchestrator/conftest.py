@@ -494,7 +494,9 @@ def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float =
 
 
 def make_rollout(*turns: ModelCall, reward: float = 0.0, env: str = "letters", **fields: Any) -> Rollout:
-    trace = TokenTrace(list(turns))
+    trace = TokenTrace()
+    for each in turns:
+        trace.append(each)
     return Rollout(ExampleRef(env, 0), reward, trace, temperature=1.0, version=0, num_turns=len(turns), **fields)
 
 

@@ -55,6 +55,20 @@ def test_lengths_include_the_tokens_that_the_environment_wrote_between_turns(tur
     assert attempt.completion_tokens == 4
 
 
+def test_lengths_count_what_each_conversation_of_a_rollout_adds_to_its_own_first_prompt(turn, rollout) -> None:
+    agents = rollout(turn([1] * 50, [3]), turn([2, 9], [4, 5]), turn([2, 9, 4, 5, 8], [6]))
+    assert agents.completion_tokens == 1 + 2 + 1 + 1
+    rewritten = rollout(turn([1] * 50, [3]), turn([7] * 20, [4]))
+    assert rewritten.completion_tokens == 2
+
+
+def test_the_length_weighted_mean_of_rewritten_histories_lies_between_the_rewards(turn, rollout) -> None:
+    calls = (turn([1] * 5, [3]), turn([7] * 2, [4]))
+    group = Group([rollout(*calls, reward=1.0), rollout(turn([1] * 5, [3, 4]), reward=0.0)])
+    assign_advantages([group], setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))
+    assert advantages([group]) == [[0.5, -0.5]]
+
+
 def test_a_group_without_tokens_falls_back_to_the_plain_mean(rollout) -> None:
     group = Group([rollout(reward=1.0), rollout(reward=0.0)])
     assign_advantages([group], setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))

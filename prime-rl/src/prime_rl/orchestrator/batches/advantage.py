@@ -32,7 +32,7 @@ class AdvantageInputs:
     rewards: torch.Tensor
     """float32 [P, G]"""
     completion_lengths: torch.Tensor
-    """int64 [P, G]. Number of tokens after the first prompt."""
+    """int64 [P, G]. Number of tokens that were sampled, or that the environment wrote between turns."""
 
 
 @dataclass(frozen=True, slots=True)
