@@ -17,6 +17,16 @@ def rank_by_length(inputs, scale):
 
 def wrong_shape(inputs):
     return AdvantageOutputs(inputs.rewards[:1])
+
+def bare_tensor(inputs):
+    return inputs.rewards
+
+def list_of_numbers(inputs):
+    return AdvantageOutputs(inputs.rewards.tolist())
+
+def divided_by_nothing(inputs):
+    centred = inputs.rewards - inputs.rewards.mean(1, keepdim=True)
+    return AdvantageOutputs(centred / inputs.rewards.std(1, keepdim=True))
 """
 
 
@@ -95,4 +105,17 @@ def test_a_custom_function_that_cannot_be_imported_is_one_error_line() -> None:
 def test_an_advantage_of_the_wrong_shape_is_an_error_with_both_shapes(groups, own_module: str) -> None:
     config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.wrong_shape")
     with pytest.raises(OrchestratorError, match=r"returned advantages of shape \(1, 2\) for rewards of shape \(2, 2\)"):
+        assign_advantages(groups, setup_advantage(config))
+
+
+@pytest.mark.parametrize(("function", "kind"), [("bare_tensor", "Tensor"), ("list_of_numbers", "list")])
+def test_what_is_no_tensor_of_advantages_is_one_error_line(groups, own_module: str, function: str, kind: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.{function}")
+    with pytest.raises(OrchestratorError, match=f"returned a {kind}, not AdvantageOutputs with a tensor"):
+        assign_advantages(groups, setup_advantage(config))
+
+
+def test_an_advantage_that_is_no_number_is_an_error_with_the_rewards_of_its_group(groups, own_module: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.divided_by_nothing")
+    with pytest.raises(OrchestratorError, match=r"returned \[nan, nan\] for a group with the rewards \[0.5, 0.5\]"):
         assign_advantages(groups, setup_advantage(config))
