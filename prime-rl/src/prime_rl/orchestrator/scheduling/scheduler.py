@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiolimiter import AsyncLimiter
-
 from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.env_servers.failures import reason_of
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.rate import RateLimit
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
@@ -113,7 +112,7 @@ class Scheduler:
         self._failures_in_a_row = 0
         self._rejections_in_a_row = 0
         rate = limits.groups_per_minute
-        self._limiter = AsyncLimiter(rate, 60.0) if rate else None
+        self._limiter = RateLimit(rate) if rate else None
         policy.listeners.append(self.on_new_version)
 
     @property
@@ -281,17 +280,24 @@ class Scheduler:
             return f"waiting for an inference server: {self.pool.missing()}"
         if oldest is None:  # the last one has just ended
             return "waiting to start groups"
-        running = len(self._in_flight) - len(self._finished)
+        held = 0 if self._limiter is None else sum(not group.has_started for group in self._in_flight.values())
+        running = len(self._in_flight) - len(self._finished) - held
+        limit = f"{count_of('group', held)} may not start yet: tasks_per_minute = {self.limits.groups_per_minute}"
+        if not running:
+            return limit
+        # The groups that may not start yet come after those that did.
         name = oldest.example.env
         what = self.environments[name].waits_for()
         return (
             f"waiting for {count_of('group', running)}; the oldest started with version {oldest.version}: "
             f"environment {name!r}, row {oldest.example.row}{what and f', which waits {what}'}"
+            f"{f'; {limit}' if held else ''}"
         )
 
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:
             await self._limiter.acquire()
+            self._changed.set()  # fewer groups wait for the limit
         group.version, group.has_started = self.policy.version, True
         environment = self.environments[group.example.env]
         sampling_args = seeded_for_group(sampling_args, group.example)
