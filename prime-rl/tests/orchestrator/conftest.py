@@ -428,6 +428,15 @@ def load_environment(kind="single", rows=4, died=None, way="in place"):
         rubric = vf.Rubric(funcs=[lambda state, level, judge, bonus=1.0, *rest, **more: 1.0])
         rubric.add_class_object("judge", None)
         return vf.SingleTurnEnv(dataset=data.add_column("level", [1] * rows), rubric=rubric)
+    if kind == "forgotten return":
+        return None
+    if kind == "unawaited":
+        return asyncio.sleep(0)
+    if kind == "class":
+        return vf.SingleTurnEnv
+    if kind in ("list", "late list"):
+        rows = [{"question": "a", "answer": "b"}]
+        return vf.SingleTurnEnv(dataset=rows if kind == "list" else lambda: rows, rubric=vf.Rubric())
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")
