@@ -428,6 +428,8 @@ def load_environment(kind="single", rows=4, died=None, way="in place"):
         rubric = vf.Rubric(funcs=[lambda state, level, judge, bonus=1.0, *rest, **more: 1.0])
         rubric.add_class_object("judge", None)
         return vf.SingleTurnEnv(dataset=data.add_column("level", [1] * rows), rubric=rubric)
+    if kind == "odd weight":
+        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[reversed_text], weights=[float("nan")]))
     if kind == "forgotten return":
         return None
     if kind == "unawaited":

@@ -162,6 +162,10 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
             {"id": "letters-env", "args": {"kind": "late list"}},
             r"cannot build the dataset of environment 'letters-env': its dataset is a value of type list",
         ),
+        (
+            {"id": "letters-env", "args": {"kind": "odd weight"}},
+            "environment 'letters-env': the weight of reward function 'reversed_text' is nan, not a finite number",
+        ),
         ({"id": "letters-env", "args": {"size": 1}}, "unexpected keyword argument 'size'"),
         ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no training rows"),
         ({"id": "letters-env", "args": {"kind": "eval only"}}, "cannot build the dataset of environment 'letters-env'"),

@@ -29,7 +29,7 @@ from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
-from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, without_answers
+from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, weight_faults, without_answers
 from prime_rl.orchestrator.env_servers.server_life import ServerLives
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
@@ -414,6 +414,8 @@ def module_id(env_id: str) -> str:
 
 
 def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
+    for fault in weight_faults(env.rubric):
+        raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
     try:
         environment = Environment(config.name or config.id, env, config.address, split, config.max_failed_groups)
     except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
