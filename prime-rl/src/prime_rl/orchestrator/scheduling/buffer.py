@@ -18,9 +18,9 @@ from prime_rl.utils.logger import count_of
 
 EVERY_0, EVERY_1, EQUAL = "every reward 0", "every reward 1", "equal rewards"
 ADVICE = {
-    EVERY_0: "take easier examples, raise rollouts_per_example, or check the reward functions",
-    EVERY_1: "take harder examples, or raise rollouts_per_example",
-    EQUAL: "raise rollouts_per_example, or give rewards that differ",
+    EVERY_0: "take easier examples, raise rollouts_per_example, check the reward functions",
+    EVERY_1: "take harder examples, raise rollouts_per_example",
+    EQUAL: "raise rollouts_per_example, give rewards that differ",
 }
 """What gives groups that are not rejected, by the reason of most rejections."""
 
