@@ -52,6 +52,7 @@ def words(options: str) -> list[str]:
             'filters=[{"type":"gibberish"},{"type":"gibberish"}]',
             "filters has a type more than once",
         ),
+        (OrchestratorConfig, "buffer.drop-equal-rewards", "buffer.drop_equal_rewards drops every group of one rollout"),
         (OrchestratorConfig, "max-concurrent=3 rollouts-per-example=4", "max_concurrent (3) is below"),
         (OrchestratorConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
         (OrchestratorConfig, "servers-sleep", "inference.enable_sleep_mode needs max_async_level = 0"),

@@ -428,6 +428,17 @@ def load_environment(kind="single", rows=4, died=None, way="in place"):
         rubric = vf.Rubric(funcs=[lambda state, level, judge, bonus=1.0, *rest, **more: 1.0])
         rubric.add_class_object("judge", None)
         return vf.SingleTurnEnv(dataset=data.add_column("level", [1] * rows), rubric=rubric)
+    if kind == "odd weight":
+        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[reversed_text], weights=[float("nan")]))
+    if kind == "forgotten return":
+        return None
+    if kind == "unawaited":
+        return asyncio.sleep(0)
+    if kind == "class":
+        return vf.SingleTurnEnv
+    if kind in ("list", "late list"):
+        rows = [{"question": "a", "answer": "b"}]
+        return vf.SingleTurnEnv(dataset=rows if kind == "list" else lambda: rows, rubric=vf.Rubric())
     if kind == "eval only":
         return vf.SingleTurnEnv(eval_dataset=data, rubric=rubric)
     raise KeyError(f"no such kind: {kind}")
@@ -494,7 +505,9 @@ def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float =
 
 
 def make_rollout(*turns: ModelCall, reward: float = 0.0, env: str = "letters", **fields: Any) -> Rollout:
-    trace = TokenTrace(list(turns))
+    trace = TokenTrace()
+    for each in turns:
+        trace.append(each)
     return Rollout(ExampleRef(env, 0), reward, trace, temperature=1.0, version=0, num_turns=len(turns), **fields)
 
 

@@ -17,6 +17,16 @@ def rank_by_length(inputs, scale):
 
 def wrong_shape(inputs):
     return AdvantageOutputs(inputs.rewards[:1])
+
+def bare_tensor(inputs):
+    return inputs.rewards
+
+def list_of_numbers(inputs):
+    return AdvantageOutputs(inputs.rewards.tolist())
+
+def divided_by_nothing(inputs):
+    centred = inputs.rewards - inputs.rewards.mean(1, keepdim=True)
+    return AdvantageOutputs(centred / inputs.rewards.std(1, keepdim=True))
 """
 
 
@@ -55,6 +65,20 @@ def test_lengths_include_the_tokens_that_the_environment_wrote_between_turns(tur
     assert attempt.completion_tokens == 4
 
 
+def test_lengths_count_what_each_conversation_of_a_rollout_adds_to_its_own_first_prompt(turn, rollout) -> None:
+    agents = rollout(turn([1] * 50, [3]), turn([2, 9], [4, 5]), turn([2, 9, 4, 5, 8], [6]))
+    assert agents.completion_tokens == 1 + 2 + 1 + 1
+    rewritten = rollout(turn([1] * 50, [3]), turn([7] * 20, [4]))
+    assert rewritten.completion_tokens == 2
+
+
+def test_the_length_weighted_mean_of_rewritten_histories_lies_between_the_rewards(turn, rollout) -> None:
+    calls = (turn([1] * 5, [3]), turn([7] * 2, [4]))
+    group = Group([rollout(*calls, reward=1.0), rollout(turn([1] * 5, [3, 4]), reward=0.0)])
+    assign_advantages([group], setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))
+    assert advantages([group]) == [[0.5, -0.5]]
+
+
 def test_a_group_without_tokens_falls_back_to_the_plain_mean(rollout) -> None:
     group = Group([rollout(reward=1.0), rollout(reward=0.0)])
     assign_advantages([group], setup_advantage(DefaultAdvantageConfig(length_weighted_mean=True)))
@@ -81,4 +105,17 @@ def test_a_custom_function_that_cannot_be_imported_is_one_error_line() -> None:
 def test_an_advantage_of_the_wrong_shape_is_an_error_with_both_shapes(groups, own_module: str) -> None:
     config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.wrong_shape")
     with pytest.raises(OrchestratorError, match=r"returned advantages of shape \(1, 2\) for rewards of shape \(2, 2\)"):
+        assign_advantages(groups, setup_advantage(config))
+
+
+@pytest.mark.parametrize(("function", "kind"), [("bare_tensor", "Tensor"), ("list_of_numbers", "list")])
+def test_what_is_no_tensor_of_advantages_is_one_error_line(groups, own_module: str, function: str, kind: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.{function}")
+    with pytest.raises(OrchestratorError, match=f"returned a {kind}, not AdvantageOutputs with a tensor"):
+        assign_advantages(groups, setup_advantage(config))
+
+
+def test_an_advantage_that_is_no_number_is_an_error_with_the_rewards_of_its_group(groups, own_module: str) -> None:
+    config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.divided_by_nothing")
+    with pytest.raises(OrchestratorError, match=r"returned \[nan, nan\] for a group with the rewards \[0.5, 0.5\]"):
         assign_advantages(groups, setup_advantage(config))

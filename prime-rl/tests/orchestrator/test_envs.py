@@ -148,6 +148,24 @@ async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(polic
             {"id": "letters-env", "args": {"kind": "odd group arguments"}},
             r"requires 'answer' \(did you mean 'answers'\?\), and gets only prompts, completions, answers, states",
         ),
+        (
+            {"id": "letters-env", "args": {"kind": "forgotten return"}},
+            r"'letters-env' does not load: load_environment returned None, not an environment of verifiers",
+        ),
+        ({"id": "letters-env", "args": {"kind": "class"}}, "load_environment returned the class SingleTurnEnv, not an"),
+        ({"id": "letters-env", "args": {"kind": "unawaited"}}, "load_environment is an `async def`.*: write `def`"),
+        (
+            {"id": "letters-env", "args": {"kind": "list"}},
+            r"'letters-env' does not load: its dataset is a value of type list, .*: Dataset.from_list\(rows\) makes",
+        ),
+        (
+            {"id": "letters-env", "args": {"kind": "late list"}},
+            r"cannot build the dataset of environment 'letters-env': its dataset is a value of type list",
+        ),
+        (
+            {"id": "letters-env", "args": {"kind": "odd weight"}},
+            "environment 'letters-env': the weight of reward function 'reversed_text' is nan, not a finite number",
+        ),
         ({"id": "letters-env", "args": {"size": 1}}, "unexpected keyword argument 'size'"),
         ({"id": "letters-env", "args": {"rows": 0}}, "'letters-env' has no training rows"),
         ({"id": "letters-env", "args": {"kind": "eval only"}}, "cannot build the dataset of environment 'letters-env'"),

@@ -92,6 +92,8 @@ class Cancels(vf.SingleTurnEnv):
 def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
     if kind == "fails":
         raise RuntimeError("no such dataset")
+    if kind == "forgotten return":
+        return None
     if kind == "exits":
         sys.exit(3)
     rows = [{"question": text, "answer": text[::-1]} for text in TEXTS[:rows]]
@@ -329,6 +331,10 @@ async def test_a_process_that_replaces_another_is_heard_after_the_other_is_forgo
             r"env\[0\]: 'guest-letters' does not load in .*: RuntimeError: .*no such dataset",
         ),
         ({"args": {"kind": "exits"}}, r"env\[0\]: 'guest-letters' does not load in .*sys\.exit\(3\)"),
+        (
+            {"args": {"kind": "forgotten return"}},
+            r"'guest-letters' does not load in .*load_environment returned None, not",
+        ),
         ({"id": "absent-env"}, r"env\[0\]: 'absent-env' does not load in .*absent_env"),
         (
             {"args": {"rows": 0}},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths
 
 Outcome = list[Rollout] | Exception
@@ -162,6 +164,29 @@ async def test_groups_start_at_most_so_often_a_minute(tmp_path: Path, pair) -> N
     await scheduler.collect(0, BatchTarget(rollouts=4), ARGS)
     assert len(environment.running) == 2
     assert scheduler.groups_in_flight > 0
+    await scheduler.close()
+
+
+async def test_a_run_that_its_limit_of_groups_a_minute_holds_says_so(tmp_path: Path, pair) -> None:
+    said: list[str] = []
+    heard = asyncio.Event()
+
+    async def said_last(words: str) -> None:
+        async with asyncio.timeout(10):
+            while re.fullmatch(words, said[-1]) is None:
+                heard.clear()
+                await heard.wait()
+
+    own_beats().follow(lambda doing, waits_for: (said.append(doing), heard.set()))
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=3, groups_per_minute=2)
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=6), ARGS))
+    held = "may not start yet: tasks_per_minute = 2"
+    await said_last(f"step 0: waiting for 2 groups; the oldest started with version 0: .*; 1 group {held}")
+    for _, end in environment.running:
+        end.set_result(pair)
+    await said_last(f"step 0: 3 groups {held}")
+    collecting.cancel()
     await scheduler.close()
 
 
@@ -352,3 +377,35 @@ async def test_closing_cancels_all_groups_and_waits_for_them(tmp_path: Path) -> 
     collecting.cancel()
     await scheduler.close()
     assert environment.cancelled == in_flight
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason", "advice"),
+    [
+        ((0.0, 0.0), "every reward 0", "take easier examples"),
+        ((1.0, 1.0), "every reward 1", "take harder examples"),
+        ((0.5, 0.5), "equal rewards", "give rewards that differ"),
+    ],
+)
+async def test_a_run_whose_groups_are_rejected_says_how_many_why_and_what_to_change(
+    tmp_path: Path, turn, rollout, caplog, rewards: tuple[float, float], reason: str, advice: str
+) -> None:
+    said: list[str] = []
+    own_beats().follow(lambda doing, waits_for: said.append(doing))
+    attempts = [rollout(turn([1], [2]), reward=reward) for reward in rewards]
+    environment = Environment()
+    scheduler = make_scheduler(tmp_path, environment, groups=1)
+    scheduler.buffer.config = BufferConfig(online_difficulty_filtering=True, drop_equal_rewards=True)
+    collecting = asyncio.create_task(scheduler.collect(1, BatchTarget(rollouts=2), ARGS))
+    with caplog.at_level("WARNING"):
+        for count in range(1, 12):
+            await environment.wait_for(count)
+            environment.running[-1][1].set_result(attempts)
+        await environment.wait_for(12)
+    collecting.cancel()
+    await scheduler.close()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(f"Step 1: 10 of 10 groups rejected (10 with {reason}): ")
+    assert advice in warning[:200], "STATUS.md shows as many characters"
+    assert warning.endswith(", or turn off buffer.online_difficulty_filtering and buffer.drop_equal_rewards")
+    assert said[-1].startswith(f"step 1: 11 of 11 groups rejected (11 with {reason}); waiting for 1 group")

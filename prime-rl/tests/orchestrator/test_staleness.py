@@ -20,6 +20,7 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.rate import RateLimit
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
@@ -309,3 +310,26 @@ def test_a_batch_that_waits_for_an_old_group_says_so_every_minute(capsys: pytest
         run = runner.run(whole_run())
     line = "Step 0: waiting for 1 group; the oldest started with version 0: environment 'letters'"
     assert capsys.readouterr().out.count(f"{line}, row {run.buffer.first.row}, which waits for agents") == 4
+
+
+@pytest.mark.parametrize("most", [1, 3, 20])
+def test_no_minute_has_more_starts_than_the_limit_nor_fewer_where_more_wait(most: int) -> None:
+    """Not even the first one, nor one that follows a pause."""
+    starts: list[float] = []
+
+    async def start(limit: RateLimit, count: int) -> None:
+        for _ in range(count):
+            await limit.acquire()
+            starts.append(asyncio.get_running_loop().time())
+
+    async def bursts() -> None:
+        limit, loop = RateLimit(most), asyncio.get_running_loop()
+        for at_s in (0.0, 45.0, 1000.0, 1030.0):
+            loop.now_s = max(loop.now_s, at_s)
+            await asyncio.gather(*(start(limit, most) for _ in range(3)))
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(bursts())
+    assert len(starts) == 12 * most
+    assert all(later - earlier >= 60.0 for earlier, later in zip(starts, starts[most:], strict=False))
+    assert starts[3 * most - 1] < 121

@@ -373,6 +373,17 @@ class OrchestratorConfig(RootConfig):
     def _rollouts_per_step(self) -> int:
         return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
 
+    @property
+    def _compares_in_groups(self) -> bool:
+        config = self.advantage
+        within = {"group", "leave_one_out"}
+        return isinstance(config, NormalizedAdvantageConfig) and not within.isdisjoint((config.baseline, config.scale))
+
+    @property
+    def _drops_every_single(self) -> bool:
+        """Whether a group of one rollout is dropped because its rewards are equal. The calls of an agent may differ."""
+        return self.buffer.drop_equal_rewards and not any(env.is_agent for env in self.env)
+
     def _faults(self) -> Iterator[str]:
         kinds = [item.type for item in self.filters]
         if len(set(kinds)) < len(kinds):
@@ -387,10 +398,10 @@ class OrchestratorConfig(RootConfig):
             yield f"inference.enable_sleep_mode needs max_async_level = 0 (got {found}): asleep, it samples nothing"
         if self.weight_broadcast.type == "nccl" and self.client.is_elastic:
             yield "client.elastic needs weight_broadcast.type = 'filesystem': an NCCL group cannot change its members"
-        if isinstance(self.advantage, NormalizedAdvantageConfig) and self.rollouts_per_example == 1:
-            compared = {self.advantage.baseline, self.advantage.scale} & {"group", "leave_one_out"}
-            if compared or self.buffer.drop_equal_rewards:
-                yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
+        if self.rollouts_per_example == 1 and self._compares_in_groups:
+            yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
+        elif self.rollouts_per_example == 1 and self._drops_every_single:
+            yield "rollouts_per_example is 1, and buffer.drop_equal_rewards drops every group of one rollout: raise it"
         yield from repeated_names("env", self.env)
         yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
         if self.buffer.skip_verification and (scored := [env.name or env.id for env in self.env if env.is_agent]):

@@ -152,7 +152,7 @@ EVALUATION = (
     Metric("eval/<environment>/metrics/<function>", "", "mean of each function of weight 0"),
     Metric("eval/<environment>/reward_errors/mean", "0 to 1", "share of rollouts with a reward function that failed"),
     Metric("eval/<environment>/no_response/{mean,count}", "0 to 1; rollouts", "no text and no tool call"),
-    Metric("eval/<environment>/completion_len/{mean,max,min}", "tokens", "generated per rollout"),
+    Metric("eval/<environment>/completion_len/{mean,max,min}", "tokens", "per rollout: those of answers, and those that the environment wrote between turns"),
     Metric("eval/<environment>/is_truncated/mean", "0 to 1", "share of rollouts that ended at a length limit"),
     Metric("eval/<environment>/failed/{count,mean}", "rollouts; 0 to 1", "failed rollouts, which have no score"),
     Metric("eval/<environment>/time", "s", "the evaluation of this environment"),

@@ -34,7 +34,7 @@ class Conversation:
 
     prompt: list[Token]
     completion: list[Token]
-    """Tokens after the first prompt, those that the environment wrote between turns included."""
+    """Tokens that were sampled, and those that the environment wrote between turns."""
 
 
 @dataclass(frozen=True)

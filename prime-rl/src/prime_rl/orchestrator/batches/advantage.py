@@ -32,7 +32,7 @@ class AdvantageInputs:
     rewards: torch.Tensor
     """float32 [P, G]"""
     completion_lengths: torch.Tensor
-    """int64 [P, G]. Number of tokens after the first prompt."""
+    """int64 [P, G]. Number of tokens that were sampled, or that the environment wrote between turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +154,25 @@ def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: S
         )
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
-    advantages: torch.Tensor = function(AdvantageInputs(rewards, lengths), **kwargs).advantages
+    returned = function(AdvantageInputs(rewards, lengths), **kwargs)
+    advantages = getattr(returned, "advantages", None)
+    if not isinstance(advantages, torch.Tensor):
+        got = returned if advantages is None else advantages
+        raise OrchestratorError(
+            f"the custom advantage function returned a {type(got).__name__}, not AdvantageOutputs with a tensor"
+        )
     if tuple(advantages.shape) != tuple(rewards.shape):
         raise OrchestratorError(
             f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
             f"for rewards of shape {tuple(rewards.shape)}"
         )
+    for group, own in zip(rewards, advantages, strict=True):
+        if not own.isfinite().all():
+            raise OrchestratorError(
+                f"the custom advantage function returned {own.tolist()} for a group with the rewards "
+                f"{group.tolist()}: advantages are finite numbers; where it divides by a standard deviation, add a "
+                "small number to it"
+            )
     values: list[list[float]] = advantages.tolist()
     return values
 

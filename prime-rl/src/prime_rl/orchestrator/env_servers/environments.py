@@ -29,11 +29,12 @@ from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time
 from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
-from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, without_answers
+from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, weight_faults, without_answers
 from prime_rl.orchestrator.env_servers.server_life import ServerLives
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
+from prime_rl.orchestrator.guests.inside.returned import wrong_type
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import (
@@ -367,7 +368,9 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     except SystemExit as error:
         raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
     except Exception as error:  # an environment's own code may raise anything
-        raise EnvironmentFault(f"{place}: {_reason(error)}") from error
+        mistake = wrong_type(error)
+        reason = _reason(error) if mistake is None else f"environment {config.id!r} does not load: {mistake}"
+        raise EnvironmentFault(f"{place}: {reason}") from error
     contain_exits(env)
     record_reward_errors(env.rubric)
     record_overlong_prompts(env)
@@ -411,11 +414,13 @@ def module_id(env_id: str) -> str:
 
 
 def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
+    for fault in weight_faults(env.rubric):
+        raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
     try:
         environment = Environment(config.name or config.id, env, config.address, split, config.max_failed_groups)
     except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
-            f"{place}: cannot build the dataset of environment {config.id!r}: {_one_line(error)}"
+            f"{place}: cannot build the dataset of environment {config.id!r}: {wrong_type(error) or _one_line(error)}"
         ) from error
     _refuse_empty(environment, config, place, split)
     columns = list(environment.content(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from itertools import chain
@@ -30,6 +31,15 @@ def reward_functions(rubric: vf.Rubric | None) -> dict[str, float]:
             if weight or not str(getattr(function, "__module__", "")).startswith("verifiers."):
                 weights[getattr(function, "__name__", repr(function))] = weight
     return weights
+
+
+def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
+    """One line for each weight with which no reward would be a number."""
+    for part in leaves(rubric):
+        for function, weight in zip(part.funcs, part.weights, strict=True):
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                name = getattr(function, "__name__", repr(function))
+                yield f"the weight of reward function {name!r} is {weight!r}, not a finite number"
 
 
 def leaves(rubric: vf.Rubric | None) -> Iterator[vf.Rubric]:

@@ -83,7 +83,7 @@ class Rollout:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens after the first prompt, including those that the environment wrote between turns."""
+        """Tokens that were sampled, and those that the environment wrote between turns."""
         return self.trace.completion_tokens if self.trace else self.usage_output_tokens
 
     @property

@@ -188,8 +188,12 @@ class TokenTrace:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens after the first prompt, including those that the environment wrote between calls."""
-        return self.total_tokens - len(self.calls[0].prompt) if self.calls else 0
+        """Tokens that were sampled, and those that the environment wrote between the calls of a conversation.
+
+        The prompts that conversations begin with do not count: those of several agents, or of rewritten histories.
+        """
+        written = sum(len(call.prompt.added) for call in self.calls[1:] if call.prompt.earlier is not None)
+        return written + sum(len(call.completion_ids) for call in self.calls)
 
     @property
     def total_tokens(self) -> int:

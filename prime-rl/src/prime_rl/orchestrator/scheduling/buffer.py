@@ -14,6 +14,15 @@ from prime_rl.orchestrator.errors import EnvironmentFault, NothingToTrain
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.difficulty import DifficultyPools, Fingerprint
 from prime_rl.run.ledger import Ledger
+from prime_rl.utils.logger import count_of
+
+EVERY_0, EVERY_1, EQUAL = "every reward 0", "every reward 1", "equal rewards"
+ADVICE = {
+    EVERY_0: "take easier examples, raise rollouts_per_example, check the reward functions",
+    EVERY_1: "take harder examples, raise rollouts_per_example",
+    EQUAL: "raise rollouts_per_example, give rewards that differ",
+}
+"""What gives groups that are not rejected, by the reason of most rejections."""
 
 
 @dataclass(slots=True)
@@ -30,6 +39,12 @@ class GroupCounts:
     evicted_hard: int = 0
     groups: int = 0
     """All finished groups, accepted or rejected."""
+
+    @property
+    def by_reason(self) -> dict[str, int]:
+        """Number of rejected groups by what their rewards were, the most frequent first."""
+        counts = {EVERY_0: self.hard, EVERY_1: self.easy, EQUAL: self.equal}
+        return {reason: n for reason, n in sorted(counts.items(), key=lambda item: -item[1]) if n}
 
 
 class Buffer:
@@ -130,6 +145,21 @@ class Buffer:
         reason = "every reward is 1" if easy else "every reward is 0" if hard else "equal rewards"
         self.ledger.dropped(group.example.draw, reason)
         return False
+
+    def rejections(self) -> str:
+        """How many groups were rejected since the last report, and why; empty if none was."""
+        reasons = self.counts.by_reason
+        if not reasons:
+            return ""
+        words = ", ".join(f"{count} with {reason}" for reason, count in reasons.items())
+        return f"{sum(reasons.values())} of {count_of('group', self.counts.groups)} rejected ({words})"
+
+    def advice(self) -> str:
+        """What to change about the rejections since the last report."""
+        reason = next(iter(self.counts.by_reason), EQUAL)
+        filters = ("online_difficulty_filtering", "drop_equal_rewards")
+        keys = " and ".join(f"buffer.{key}" for key in filters if getattr(self.config, key))
+        return f"{ADVICE[reason]}, or turn off {keys}"
 
     def take_metrics(self) -> dict[str, float]:
         """Fractions of the groups finished since the last call, and the current `pool/*` fractions."""

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiolimiter import AsyncLimiter
-
 from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.env_servers.failures import reason_of
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
+from prime_rl.orchestrator.scheduling.rate import RateLimit
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
@@ -113,7 +112,7 @@ class Scheduler:
         self._failures_in_a_row = 0
         self._rejections_in_a_row = 0
         rate = limits.groups_per_minute
-        self._limiter = AsyncLimiter(rate, 60.0) if rate else None
+        self._limiter = RateLimit(rate) if rate else None
         policy.listeners.append(self.on_new_version)
 
     @property
@@ -143,12 +142,12 @@ class Scheduler:
             task = self._next_finished(step, len(groups))
             if task is None:
                 is_empty = self.pool.least_loaded() is None
-                own_beats().say(f"step {step}: {self._waiting_for()}", "inference" if is_empty else None)
+                own_beats().say(f"step {step}: {self._state()}", "inference" if is_empty else None)
                 await self._wait(step)
                 continue
             own_beats().tick()
             group = self._take_result(task)
-            if group is not None and self._accept(group):
+            if group is not None and self._accept(group, step):
                 groups.append(group)
                 left -= target.count(group)
         return groups
@@ -269,7 +268,11 @@ class Scheduler:
             async with asyncio.timeout(WAIT_LOG_INTERVAL_S):
                 await self._changed.wait()
         except TimeoutError:
-            get_logger().info(f"Step {step}: {self._waiting_for()}")
+            get_logger().info(f"Step {step}: {self._state()}")
+
+    def _state(self) -> str:
+        """What was rejected since the last report, and what is waited for."""
+        return "; ".join(words for words in (self.buffer.rejections(), self._waiting_for()) if words)
 
     def _waiting_for(self) -> str:
         oldest = next((group for task, group in self._in_flight.items() if not task.done()), None)
@@ -277,17 +280,24 @@ class Scheduler:
             return f"waiting for an inference server: {self.pool.missing()}"
         if oldest is None:  # the last one has just ended
             return "waiting to start groups"
-        running = len(self._in_flight) - len(self._finished)
+        held = 0 if self._limiter is None else sum(not group.has_started for group in self._in_flight.values())
+        running = len(self._in_flight) - len(self._finished) - held
+        limit = f"{count_of('group', held)} may not start yet: tasks_per_minute = {self.limits.groups_per_minute}"
+        if not running:
+            return limit
+        # The groups that may not start yet come after those that did.
         name = oldest.example.env
         what = self.environments[name].waits_for()
         return (
             f"waiting for {count_of('group', running)}; the oldest started with version {oldest.version}: "
             f"environment {name!r}, row {oldest.example.row}{what and f', which waits {what}'}"
+            f"{f'; {limit}' if held else ''}"
         )
 
     async def _run(self, group: InFlightGroup, sampling_args: dict[str, Any]) -> list[Rollout]:
         if self._limiter is not None:
             await self._limiter.acquire()
+            self._changed.set()  # fewer groups wait for the limit
         group.version, group.has_started = self.policy.version, True
         environment = self.environments[group.example.env]
         sampling_args = seeded_for_group(sampling_args, group.example)
@@ -352,16 +362,13 @@ class Scheduler:
         self._retries.append((example, attempt))
         self.buffer.ledger.requeued(example.draw, reason)
 
-    def _accept(self, group: Group) -> bool:
+    def _accept(self, group: Group, step: int) -> bool:
         if self.buffer.accepts(group):
             self._rejections_in_a_row = 0
             return True
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
-            get_logger().warning(
-                f"orchestrator.buffer rejected {self._rejections_in_a_row} groups in a row: "
-                "the rewards of each group are all equal, or all 0 or 1"
-            )
+            get_logger().warning(f"Step {step}: {self.buffer.rejections()}: {self.buffer.advice()}")
         return False
 
 

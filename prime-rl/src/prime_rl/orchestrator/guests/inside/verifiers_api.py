@@ -12,6 +12,7 @@ from typing import Any
 
 from .frames import finite
 from .model_client import NO_SESSION, Clients, for_verifiers
+from .returned import wrong_type
 from .reward_records import KEY as REWARD_ERRORS
 from .reward_records import leaves, record_reward_errors
 
@@ -28,7 +29,12 @@ class Served:
         import verifiers as vf
 
         attributes = start["attributes"]
-        self.env = vf.load_environment(start["module"], **start["args"])
+        try:
+            self.env = vf.load_environment(start["module"], **start["args"])
+        except Exception as error:
+            if (words := wrong_type(error)) is not None:
+                raise TypeError(words) from error
+            raise
         if hasattr(self.env, "set_kwargs"):
             self.env.set_kwargs(**attributes)
         else:
