@@ -207,3 +207,23 @@ def test_a_value_that_validation_takes_from_the_data_names_its_key_there(tmp_pat
     assert values["val.data.name"]["origin"].endswith("sft.toml:6")
     assert values["val.data.shuffle"]["origin"] == "default"
     assert "also sets" in explain(config, "data.seq_len").stdout
+
+
+def test_the_items_of_a_list_follow_the_list_that_they_were_taken_from(tmp_path: Path) -> None:
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        "[data]\nsources = [{ name = 'a.jsonl', weight = 3 }, { name = 'b.jsonl' }]\n[val.data]\nseq_len = 64\n"
+    )
+    values = explained(config, "val.data")
+    assert values["val.data.sources.0.weight"]["origin"] == "follows: data.sources.0.weight"
+    assert values["val.data.sources.1.name"]["origin"] == "follows: data.sources.1.name"
+    assert values["val.data.sources.1.split"]["origin"] == "default"
+    assert "also sets" in explain(config, "data.sources.1.name").stdout
+
+
+def test_the_values_of_a_section_that_a_rule_set_name_the_rule(tmp_path: Path) -> None:
+    config = tmp_path / "sft.toml"
+    config.write_text("bench = {}\n[data]\nname = 'a.jsonl'\n[scheduler]\ntype = 'cosine'\n")
+    kind = explained(config, "scheduler")["scheduler.type"]
+    assert (kind["value"], kind["origin"]) == ("constant", "follows: bench")
+    assert [each["value"] for each in kind["overrides"]] == ["cosine"]

@@ -13,6 +13,7 @@ from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.stored import local_run
 from prime_rl.configs.storage import is_on_s3
+from prime_rl.utils.logger import count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,7 @@ def trace(options: TraceOptions) -> int:
     except OSError as error:
         raise MedarcError(f"{target} cannot be written: {error.strerror}") from error
     if summary.damaged_lines:
-        warn(f"{summary.damaged_lines} damaged lines were left out")
-    typer.echo(
-        f"{target}: {summary.events:,} events of {summary.processes} processes in {summary.duration_s:,.1f} s; "
-        "open it at ui.perfetto.dev"
-    )
+        warn(f"left out {count_of('damaged line', summary.damaged_lines)}")
+    events, processes = count_of("event", summary.events), count_of("process", summary.processes, "es")
+    typer.echo(f"{target}: {events} of {processes} in {summary.duration_s:,.1f} s; open it at ui.perfetto.dev")
     return 0

@@ -85,10 +85,12 @@ def explained_config(
         config = build_config(config_cls, layers)
     derived = _by_path(config, derivations)
     sections = {str(file): section_of(file) for file in files}
-    return config, [
+    values = [
         Explained(path, value, section, tuple(_written(path, layers, sections)), derived.get(path))
         for path, value, section in leaves(config)
     ]
+    keys = {each.key for each in values}
+    return config, [_with_rule_above(each, derived, keys) for each in values]
 
 
 def leaves(config: BaseModel, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, type[BaseModel]]]:
@@ -128,6 +130,18 @@ def _by_path(config: BaseModel, derivations: Sequence[Derivation]) -> Mapping[Ke
         elif id(each.model) in paths:
             found[(*paths[id(each.model)], each.key)] = each.because
     return found
+
+
+def _with_rule_above(value: Explained, derived: Mapping[KeyPath, str], keys: Collection[str]) -> Explained:
+    """The value with the rule that set its whole section or list, if it has none itself and is no plain default."""
+    if value.rule is not None or not value.is_of_interest:
+        return value
+    for length in range(len(value.path) - 1, 0, -1):
+        if rule := derived.get(value.path[:length]):
+            # What follows another section or list follows the same key there.
+            same_key = ".".join(map(str, (rule, *value.path[length:])))
+            return replace(value, rule=same_key if same_key in keys else rule)
+    return value
 
 
 def _written(path: KeyPath, layers: Sequence[Layer], sections: Mapping[str, tuple[str, ...]]) -> Iterator[Setting]:

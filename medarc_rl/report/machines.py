@@ -12,6 +12,7 @@ from medarc_rl.report.charts import Section, Table
 from medarc_rl.report.overview import duration, moment
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import Spending
+from prime_rl.utils.logger import count_of
 
 MAX_LOG_BYTES = 8 * 2**20
 """Warnings are searched in the last bytes of a log."""
@@ -77,7 +78,7 @@ def attempts_section(run: RunHistory, spending: Sequence[Spending]) -> Section:
     else:
         section.notes.append("The run has no receipts of attempts, so restarts are not known.")
     if run.metrics.damaged_lines:
-        section.warnings.append(f"{run.metrics.damaged_lines} damaged lines of metrics.jsonl were left out.")
+        section.warnings.append(f"Left out {count_of('damaged line', run.metrics.damaged_lines)} of metrics.jsonl.")
     lines = list(log_warnings(run))
     if lines:
         section.listings.append((f"Warnings in the logs: the last {len(lines)}", "\n".join(lines)))

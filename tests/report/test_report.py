@@ -176,7 +176,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(run: Path) -> None:
     result = report(run)
     assert result.exit_code == 0, result.output
     reader = Reader(page_of(run))
-    assert "2 damaged lines of metrics.jsonl" in reader.sections["attempts"]
+    assert "Left out 2 damaged lines of metrics.jsonl" in reader.sections["attempts"]
     assert "The config cannot be read" in reader.sections["settings"]
     assert "cannot load the config" in reader.sections["settings"]
     assert "Reward" in {chart["title"] for chart in reader.charts.values()}

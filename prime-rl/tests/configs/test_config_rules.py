@@ -40,6 +40,8 @@ def words(options: str) -> list[str]:
             "easy_threshold (0.2) must be above",
         ),
         (OrchestratorConfig, "buffer.env-ratios=0", "buffer.env_ratios.0: should be a finite number above 0"),
+        # In other trainers a norm of 0 means no clipping: here every gradient would be 0.
+        (SFTConfig, "optim.max-norm=0", "optim.max-norm: should be a finite number above 0"),
         (OrchestratorConfig, "buffer.env-ratios=1,2", "buffer.env_ratios has 2 entries for 1 environments"),
         (OrchestratorConfig, "buffer.skip-verification buffer.hard-threshold=0", "hard_threshold need them"),
         (

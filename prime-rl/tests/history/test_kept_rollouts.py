@@ -111,6 +111,13 @@ def test_a_damaged_file_is_named_and_read_as_far_as_possible(paths: RunPaths, da
         assert fault in line
 
 
+def test_a_result_that_is_being_written_is_no_damage(paths: RunPaths) -> None:
+    kept = KeptRollouts(paths)
+    kept.results.parent.mkdir(parents=True, exist_ok=True)
+    kept.results.write_text('{"step": 0, "reward": 0.5}\n{"step": 0, "rew')
+    assert (rewards(kept.all()), kept.faults) == ([0.5], [])
+
+
 def test_values_of_wrong_types_read_as_absent(paths: RunPaths) -> None:
     names = (
         "env",

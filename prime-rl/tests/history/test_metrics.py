@@ -139,6 +139,17 @@ def test_a_new_run_in_the_same_directory_starts_anew(log: MetricLog) -> None:
     assert log.series("loss", "trainer") == {0: 5.0}
 
 
+def test_a_new_run_that_has_written_more_than_the_old_one_starts_anew(log: MetricLog) -> None:
+    append(log, 0, 1.0, loss=1.0, lr=1.0)
+    log.refresh([])
+    log.path.unlink()
+    for step in range(3):
+        append(log, step, 2.0, loss=5.0)
+    log.refresh([])
+    assert log.series("loss", "trainer") == {0: 5.0, 1: 5.0, 2: 5.0}
+    assert (log.series("lr", "trainer"), log.damaged_lines) == ({}, 0)
+
+
 def test_of_a_step_that_was_written_twice_the_later_value_holds(log: MetricLog) -> None:
     append(log, 1, 1.0, loss=5.0)
     append(log, 0, 2.0, loss=9.0)

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 from pathlib import Path
 
-from prime_rl.monitors import JsonlMonitor, MultiMonitor
+import pytest
+
+from prime_rl.monitors import JsonlMonitor, MonitorError, MultiMonitor
 
 
 def _log_many(path: Path, source: str) -> None:
@@ -25,6 +27,11 @@ def test_lines_of_several_processes_do_not_interleave(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(records) == 400
     assert all(record["text"] == record["source"] * 500 for record in records)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MonitorError, match=f"{tmp_path} cannot be written: Is a directory"):
+        JsonlMonitor(tmp_path, "sft")
 
 
 def test_nan_and_infinities_become_null(tmp_path: Path) -> None:

@@ -129,6 +129,23 @@ def test_damaged_lines_are_left_out(line: str, tmp_path: Path) -> None:
     assert [event["ph"] for event in merged(paths)] == ["B", "E"]
 
 
+def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    trace = Trace(paths.trace("trainer"), MIB)
+    trace.phase("loading the model")
+    with paths.trace("trainer").open("a") as file:
+        file.write('{"ph":"B","na')
+    assert merge_traces(paths, tmp_path / "trace.json").damaged_lines == 0
+    trace.close()
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.trace("trainer").mkdir(parents=True)
+    with pytest.raises(NoTraces, match=f"{paths.trace('trainer')} cannot be read: Is a directory"):
+        merge_traces(paths, tmp_path / "trace.json")
+
+
 def test_a_run_without_traces_is_told_how_to_record_them(tmp_path: Path) -> None:
     with pytest.raises(NoTraces, match="start the run with --trace"):
         merge_traces(RunPaths(tmp_path), tmp_path / "trace.json")

@@ -113,6 +113,19 @@ def test_a_damaged_marker_is_found(checkpoints: CheckpointManager) -> None:
             check_run_dir(checkpoints.paths, STEP)
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"step": 7}', '{"step": "7", "val_loss": 1}', '{"step": 7, "val_loss": ""}', "\xff"]
+)
+def test_a_damaged_record_of_the_best_step_is_named(text: str, tmp_path: Path, mesh: Mesh) -> None:
+    paths = RunPaths(tmp_path)
+    paths.checkpoints.mkdir(parents=True)
+    paths.best_checkpoint.write_text(text, encoding="latin-1")
+
+    config = CheckpointConfig(keep_best=True, resume_step=-1)
+    with pytest.raises(CheckpointError, match=f"{paths.best_checkpoint} cannot be read .*: delete it"):
+        CheckpointManager(config, paths, mesh.process, mesh.data_axis)
+
+
 def test_without_an_earlier_checkpoint_the_advice_is_another_run(checkpoints: CheckpointManager) -> None:
     (checkpoints.paths.trainer_checkpoint(STEP - 2) / "rank_0.pt").write_bytes(b"")
 

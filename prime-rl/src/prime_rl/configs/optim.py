@@ -109,8 +109,8 @@ class BaseOptimizerConfig(BaseConfig):
     weight_decay: float = Field(0.01, ge=0, le=100)
     """Weight decay."""
 
-    max_norm: float = Field(1.0, ge=0)
-    """Maximum gradient norm. Larger gradients are scaled down to it."""
+    max_norm: float = Field(1.0, gt=0)
+    """Maximum gradient norm. Larger gradients are scaled down to it; 1e9 leaves them as they are."""
 
 
 class SGDConfig(BaseOptimizerConfig):

@@ -153,11 +153,11 @@ class KeptRollouts:
             with closing(_lines(path)) as lines:
                 for line in lines:
                     record = _object(line)
-                    if record is None:
-                        damaged += 1
-                    else:
+                    if record is not None:
                         whole += 1
                         yield record
+                    elif path.suffix == ".gz" or line.endswith(b"\n"):  # the last line of results may be half written
+                        damaged += 1
         except FileNotFoundError:
             return
         except _UNREADABLE as error:

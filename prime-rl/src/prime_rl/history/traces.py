@@ -19,7 +19,7 @@ _ORDER = ("orchestrator", "evaluator", "inference", "trainer")
 
 
 class NoTraces(Exception):
-    """A directory without traces. The message is one line."""
+    """A run without traces, or with one that cannot be read. The message is one line."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Summary:
     processes: int = 0
     events: int = 0
     damaged_lines: int = 0
-    """Lines that were left out, such as the last one of a process that was killed."""
+    """Lines that were left out, such as the one that a process was writing when it was killed."""
     duration_s: float = 0.0
 
 
@@ -51,7 +51,7 @@ def merge_traces(paths: RunPaths, target: Path) -> Summary:
     """Write all traces of a run to `target`, with times since the first event.
 
     Raises:
-        NoTraces: the run has recorded none.
+        NoTraces: the run has recorded none, or one of them cannot be read.
         OSError: `target` cannot be written.
     """
     files = sorted(paths.traces.glob("*.jsonl"), key=_rank)
@@ -174,17 +174,24 @@ def _span_of(file: Path) -> _Span | None:
 
 
 def _read(file: Path, summary: Summary) -> Iterator[Event]:
-    """The events of a file. Lines that are cut off or no events are counted and left out."""
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                event = None
-            if _is_event(event):
-                yield event
-            elif line.strip():
-                summary.damaged_lines += 1
+    """The events of a file. Lines that are no events are counted and left out, apart from one that is being written.
+
+    Raises:
+        NoTraces: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except (ValueError, RecursionError):
+                    event = None
+                if _is_event(event):
+                    yield event
+                elif line.strip() and line.endswith(b"\n"):
+                    summary.damaged_lines += 1
+    except OSError as error:
+        raise NoTraces(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _is_event(event: Any) -> bool:

@@ -143,6 +143,12 @@ CASES = [
         loss_mask={"system": True, "assistant": False},
     ),
     Case(
+        "chatml with a generation mark in a comment",
+        "{# {% generation %} is left out #}" + CHATML,
+        [USER, ANSWER],
+        f"{BEGIN}user\nwhy?<|im_end|>\n{BEGIN}assistant\n«so.<|im_end|>»\n",
+    ),
+    Case(
         "chatml with generation marks",
         CHATML_MARKED,
         [USER, ANSWER, USER, ANSWER],

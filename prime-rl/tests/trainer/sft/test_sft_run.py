@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.paths import RunPaths, stable_steps
@@ -208,3 +209,21 @@ def test_two_processes_train_like_one(
     base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
 ) -> None:
     assert_two_processes_train_like_one(SFTConfig(**{**base, "output_dir": tmp_path}))
+
+
+def test_exported_weights_stop_at_the_token_that_ends_the_answers(
+    base: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """As with a base model, whose text ends with another token than the messages of its chat template."""
+    model, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(tiny_model_dir, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(model)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(model)
+
+    assert run_sft({**base, "model": {"name": str(model), "attn": "sdpa"}}, out, max_steps=5) == 0
+    exported = GenerationConfig.from_pretrained(RunPaths(out).weight(5))
+    assert exported.eos_token_id == [tokenizer.eos_token_id, end_id]

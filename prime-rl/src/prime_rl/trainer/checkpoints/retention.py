@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import stable_steps
 from prime_rl.run.retention import kept_steps
 from prime_rl.storage.holding import Hold
+from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.utils.files import remove_directory, replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -24,8 +27,19 @@ class Best:
 
     @classmethod
     def read(cls, path: Path) -> Best | None:
-        """The record at `path`, or None if there is none."""
-        return cls(**json.loads(path.read_text())) if path.is_file() else None
+        """The record at `path`, or None if there is none.
+
+        Raises:
+            CheckpointError: the record is damaged.
+        """
+        if not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): delete it, and the best step is chosen from here on"
+            ) from error
 
     def write(self, path: Path) -> None:
         with replacing_file(path) as scratch:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
@@ -124,7 +125,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
         check_changes(changes_since(paths, resume_step, {"sft": as_written(config)}), process)
     rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
-    check_first_rows(rows, tokenizer, process, show=config.log.log_data)
+    end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, has_dropout=True, products=products)
@@ -135,6 +136,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             f"the tokenizer has token ids up to {highest}, but model.name = {config.model.name} has embeddings for "
             f"0..{vocab_size - 1}"
         )
+    stop_at(model, end_ids, tokenizer)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
@@ -146,6 +148,20 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
     return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
+
+
+def stop_at(model: PreTrainedModel, end_ids: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokens with which answers end to those at which exported weights stop.
+
+    A base model stops at the end of a text, and its chat template ends a message with another token.
+    """
+    listed = model.generation_config.eos_token_id
+    listed = [tokenizer.eos_token_id] if listed is None else listed
+    known: list[int] = listed if isinstance(listed, list) else [listed]
+    if added := sorted(end_ids.difference(known)):
+        model.generation_config.eos_token_id = [each for each in known if each is not None] + added
+        words = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(added)))
+        get_logger().info(f"Exported weights also stop at {words}, with which the data ends (generation_config.json)")
 
 
 def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:

@@ -42,6 +42,8 @@ class Examination:
     targets: int = 0
     without_end: int = 0
     """Number of samples whose trained part has no end token."""
+    end_ids: set[int] = field(default_factory=set)
+    """Special tokens that end the trained part of a sample."""
     duplicates: int = 0
     """Number of samples with the same tokens as an earlier one."""
     packed_rows: int = 0
@@ -85,6 +87,8 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
         if made.sample is not None:
             samples.append(made.sample)
             found.without_end += not made.has_end
+            if made.end_id is not None:
+                found.end_ids.add(made.end_id)
             fingerprint = hash(made.sample.token_ids.tobytes())
             found.duplicates += fingerprint in known
             known.add(fingerprint)
@@ -178,29 +182,30 @@ def repeats(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     yield f"a batch of {count_of('row', config.batch_size)} reads the {rows} of this data {times} times"
 
 
-def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> None:
+def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> set[int]:
     """Inspect the first rows before training: warn about likely mistakes, and log the first sample if `show` is set.
 
-    Every process inspects the same rows and comes to the same result.
+    Every process inspects the same rows and comes to the same result. Returns the special tokens that samples end with.
 
     Raises:
         DataError: too many of the rows cannot be trained on.
     """
     stream = rows.stream
     if not isinstance(stream, DatasetStream):
-        return
+        return set()
     found = examine(stream.first_ones(_FIRST_ROWS), stream.row_count, stream.config)
     fault = untrainable_fault(found, stream.config)
     if fault:
         raise DataError(fault)
     if not process.is_main:
-        return
+        return found.end_ids
     for line in (*worries(found, stream.config), *repeats(found, stream.config)):
         get_logger().warning(f"First rows of the data: {line}")
     if show:
         first = found.shown[0]
         get_logger().info(f"First sample: {tokenizer.decode(first.token_ids)!r}")
         get_logger().info(f"Trained in it: {tokenizer.decode(first.token_ids[1:][first.is_trained[1:]])!r}")
+    return found.end_ids
 
 
 def _pack(found: Examination, samples: Sequence[TokenizedSample], config: SFTDataConfig) -> None:

@@ -92,6 +92,8 @@ class Made:
     """Length before it was cut."""
     has_end: bool = True
     """Whether the last trained token, before the cut, is a special token such as the end of a message."""
+    end_id: int | None = None
+    """That token, if it is a special one."""
 
 
 class SampleMaker:
@@ -141,9 +143,10 @@ class SampleMaker:
         cut = sample.first(self.config.seq_len)
         if cut.targets == 0:
             return Made(None, "untrainable", sample.inputs)
-        last_trained = sample.token_ids[np.flatnonzero(sample.is_trained)[-1]]
+        last_trained = int(sample.token_ids[np.flatnonzero(sample.is_trained)[-1]])
+        end_id = last_trained if last_trained in self._special_ids and not sample.is_cut else None
         kind = "truncated" if is_overlong else "seen"
-        return Made(cut, kind, sample.inputs, has_end=sample.is_cut or int(last_trained) in self._special_ids)
+        return Made(cut, kind, sample.inputs, sample.is_cut or end_id is not None, end_id)
 
 
 class DatasetStream:
