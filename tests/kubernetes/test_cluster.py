@@ -101,7 +101,7 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
     before = ["--context=lab", "--namespace=ml"]
     apply = [*before, "apply", "--server-side", "--field-manager=medarc-rl", "--filename=-"]
     (looked, _), (tried, checked), (applied, sent), _, (given, _) = kubectl.calls
-    assert looked == [*before, "get", "jobset", "rt", "--ignore-not-found", "--output=name"]
+    assert looked == [*before, "get", "jobset,configmap", "rt", "--ignore-not-found", "--output=name"]
     assert (tried, applied) == ([*apply, "--dry-run=server"], apply)
     change = json.dumps({"metadata": {"ownerReferences": [owner]}})
     assert given == [*before, "patch", "configmap", "rt", "--type=merge", f"--patch={change}"]
@@ -116,7 +116,8 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
 @pytest.mark.parametrize(
     ("answers", "code", "lines"),
     [
-        ({"get jobset": {"out": "jobset/rt"}}, 2, ["--name rt: namespace default has such a jobset"]),
+        ({"get rt": {"out": "jobset.jobset.x-k8s.io/rt\n"}}, 2, ["--name rt: namespace default has such a jobset"]),
+        ({"get rt": {"out": "configmap/rt\n"}}, 2, ["--name rt: namespace default has such a configmap: give another"]),
         (
             {"--dry-run=server": {"code": 1, "err": 'error: no matches for kind "JobSet" in version "x"\n'}},
             1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,10 +81,14 @@ class Kubernetes:
     def submit(self, prepared: PreparedManifest) -> str:
         """Send the manifest, which the cluster first checks as a whole without keeping any of it."""
         kubectl = prepared.kubectl
-        if kubectl.run("get", prepared.resource, prepared.name, "--ignore-not-found", "--output=name").strip():
+        # Another one's ConfigMap of this name would be changed, and be deleted with the job.
+        kinds = f"{prepared.resource},{_rest(prepared.resource)}"
+        found = kubectl.run("get", kinds, prepared.name, "--ignore-not-found", "--output=name").split()
+        if found:
+            kind = re.split("[./]", found[0])[0]
             raise UsageError(
-                f"--name {prepared.name}: namespace {kubectl.namespace} has such a {prepared.resource}: "
-                "give another name, or delete it"
+                f"--name {prepared.name}: namespace {kubectl.namespace} has such a {kind}: give another name, or "
+                "delete it"
             )
         apply = ("apply", "--server-side", f"--field-manager={MANAGER}", "--filename=-")
         kubectl.run(*apply, "--dry-run=server", stdin=prepared.text)
