@@ -23,6 +23,8 @@ _MAX_STEPS = 2**63
 _MAX_TIME_S = 253_402_300_800
 """The year 10,000, which no date of Python reaches."""
 _COURSE_VALUES = 2048
+_HEAD_BYTES = 256
+"""Enough of a file's beginning to tell it from another run's: the first line starts with its time."""
 _BLOCK_BYTES = 2**22
 """Read at once: a file of a long run has gigabytes."""
 _AFTER_UPDATES = ("eval/", "val/")
@@ -83,6 +85,7 @@ class MetricLog:
         """Lines that are no JSON object with a source and a step, as a full disk leaves them."""
         self._columns: dict[str, dict[str, _Column]] = {}
         self._offset = 0
+        self._head = b""
         self._partial = b""
         self._attempts = 0
 
@@ -91,8 +94,10 @@ class MetricLog:
         lines = 0
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:  # a new run has renamed the old file
+                head = file.read(_HEAD_BYTES)
+                if not head.startswith(self._head) or file.seek(0, 2) < self._offset:  # the file of another run
                     self._begin()
+                self._head = head
                 file.seek(self._offset)
                 while block := file.read(_BLOCK_BYTES):
                     self._offset += len(block)

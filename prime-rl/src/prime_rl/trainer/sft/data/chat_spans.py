@@ -28,6 +28,7 @@ Span = tuple[int, int]
 
 _MARK = "QzMarkOfMessagezQ"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 class UnmaskableSample(Exception):
@@ -190,7 +191,7 @@ class ChatSpans:
         """The text, and the spans that the template marks as generated; None if the template has no such marks."""
         self._check_template()
         template = self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
-        if not _GENERATION.search(template):
+        if not _GENERATION.search(_COMMENT.sub("", template)):
             return self.render(messages, kwargs), None
         from transformers.utils.chat_template_utils import render_jinja_template
 
