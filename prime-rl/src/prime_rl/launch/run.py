@@ -300,8 +300,7 @@ def run_job(
             outcome = supervisor.run()
         if receipt is not None:
             # Before the screen closes, which shows the end of the run for the last time.
-            result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
-            receipt.end(result, outcome.message, outcome.lost)
+            receipt.end(outcome.result, outcome.message, outcome.lost)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 

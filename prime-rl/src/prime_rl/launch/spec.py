@@ -144,3 +144,10 @@ class Outcome:
     @property
     def succeeded(self) -> bool:
         return self.exit_code == 0
+
+    @property
+    def result(self) -> str:
+        """As a receipt has it."""
+        if self.succeeded:
+            return "complete"
+        return "stopped" if self.was_stopped else "refused" if self.was_refused else "failed"
