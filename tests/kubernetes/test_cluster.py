@@ -140,6 +140,15 @@ def test_a_refusal_keeps_the_clusters_words_and_changes_nothing(
     assert JobLog.of_user().read() == ([], [])
 
 
+def test_a_job_is_looked_for_in_the_cluster_that_it_was_sent_to(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    kubectl.answer({"config current-context": {"out": "lab\n"}})
+    assert submit(sft_toml).exit_code == 0
+    kubectl.answer({"config current-context": {"out": "production\n"}, "get": {"out": "{}"}})
+    assert jobs("cancel", "rt").exit_code == 0
+    asked = [words for words, _ in kubectl.calls if words[0] != "config"]
+    assert {words[0] for words in asked} == {"--context=lab"}
+
+
 def test_a_job_that_cannot_be_made_the_owner_goes_on(kubectl: FakeKubectl, sft_toml: Path) -> None:
     kubectl.answer({"--output=json jobset": {"code": 1, "err": "Error from server (Forbidden): no\n"}})
     result = submit(sft_toml)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from medarc_rl.backends.backend import Prepared, Request
-from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound
+from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound, current_context
 from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, ClusterJob, Table, config_map, jobset
 from medarc_rl.backends.kubernetes.pod_logs import PodLog, is_over
 from medarc_rl.backends.kubernetes.preparation import cluster_job, uses_ray
@@ -69,12 +69,14 @@ class Kubernetes:
         job, output = cluster_job(request)
         ray = uses_ray(request, options)
         resource = "rayjob" if ray else "jobset"
+        # Kept with the job: after a switch to another cluster, `cancel` would delete a job of the same name there.
+        context = options.context or (None if options.dry_run else current_context())
         return PreparedManifest(
             name=job.name,
             output=output if job.claim is None or output != job.local_output else f"{job.claim}:{output}",
             text=to_yaml(manifest_of(job, ray)),
-            details={"namespace": job.namespace, "context": options.context or "", "resource": resource},
-            kubectl=Kubectl(job.namespace, options.context),
+            details={"namespace": job.namespace, "context": context or "", "resource": resource},
+            kubectl=Kubectl(job.namespace, context),
             resource=resource,
         )
 
