@@ -6,12 +6,11 @@ Ctrl-C ends them without a traceback even while their modules are being imported
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 
 from medarc_rl.completion.entry import complete
 from medarc_rl.completion.hooks import is_asked
-from prime_rl.utils.private import NotPrivate, home_env
+from prime_rl.utils.private import set_home
 from prime_rl.utils.signals import end_quietly_on_ctrl_c
 
 
@@ -36,11 +35,7 @@ def _main_of(program: str) -> None:
         # A shell waits for the answer, so the commands are not imported.
         complete(program)
         return
-    try:
-        # Before libraries are imported, which look for it.
-        os.environ.update(home_env(os.environ))
-    except NotPrivate as error:
-        raise SystemExit(f"error: {error}") from error
+    set_home()
     handler = signal.getsignal(signal.SIGINT)
     end_quietly_on_ctrl_c()
     main = importlib.import_module(f"medarc_rl.{program}").main

@@ -89,10 +89,11 @@ def test_a_damaged_file_is_named_and_left_out(content: bytes, fault: str, log: J
     file.write_bytes(content)
     (file.parent / "link.json").symlink_to("/etc/passwd")
     os.mkfifo(file.parent / "pipe.json")
+    (file.parent / "folder.json").mkdir()
     records, faults = log.read()
     assert records == [record]
     assert f"{file.name} in the job log is left out: {fault}" in faults
-    assert len(faults) == 3
+    assert len(faults) == 4
     assert jobs("list", "--no-ask").exit_code == 0
 
 

@@ -213,6 +213,7 @@ def test_the_account_comes_from_the_environment(rl_toml: Path, tmp_path: Path, m
     assert "--account=first" in header(tmp_path / "b")
 
 
+LOGS = ["--output=/tmp/x.log", "--ou=x", "--error=x", "-ox", "-Qex"]
 ARRAYS = ["--array=0-3", "--arr=1", "-a0-3", "-Qa1"]
 RL_FAULTS = [
     ("", "no config"),
@@ -241,6 +242,7 @@ RL_FAULTS = [
     ("{rl} --time soon", "--time 'soon'"),
     ("{rl} --dependency foo", "--dependency 'foo': write a condition and numbers of jobs, as afterany:123"),
     ("{rl} --sbatch-arg requeue", "--sbatch-arg=--requeue"),
+    *((f"{{rl}} --sbatch-arg={log}", f"'{log}': a job's log is in OUT/slurm") for log in LOGS),
     *((f"{{rl}} --sbatch-arg={array}", f"'{array}': the tasks of a job array") for array in ARRAYS),
     ("{rl} --project-dir nowhere", "nowhere: no such directory"),
     ("{rl} --max-model-len 5", "max_model_len = 5 is not supported yet"),

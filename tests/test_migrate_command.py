@@ -93,6 +93,13 @@ def test_in_place_keeps_a_link_and_the_rights_of_the_file(old: Path, tmp_path: P
     assert old.stat().st_mode & 0o777 == 0o640
 
 
+def test_the_kept_content_has_the_rights_of_the_file(old: Path) -> None:
+    old.chmod(0o600)
+    assert run(old, "--in-place").exit_code == 1
+    kept = old.with_name(f"{old.name}.bak")
+    assert (kept.read_text(encoding="utf-8"), kept.stat().st_mode & 0o777) == (OLD, 0o600)
+
+
 def test_line_ends_stay_as_they_are(old: Path, tmp_path: Path) -> None:
     old.write_bytes(OLD.replace("\n", "\r\n").encode())
     run(old, "-o", tmp_path / "new.toml")

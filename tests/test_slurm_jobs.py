@@ -132,14 +132,19 @@ def test_the_last_row_of_a_requeued_job_counts_in_accounting(stand_ins) -> None:
     assert accounted("7") is None
 
 
-def test_a_job_that_slurm_forgot_is_told_from_the_runs_directory(stand_ins, submit_stand_in: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "state"), [("complete", "succeeded"), ("stopped", "cancelled"), ("failed", "failed"), ("refused", "failed")]
+)
+def test_a_job_that_slurm_forgot_is_told_from_the_runs_directory(
+    stand_ins, submit_stand_in: Path, end: str, state: str
+) -> None:
     assert state_of("forgotten") == ("unknown", "Slurm does not know the job any more")
     (submit_stand_in / "attempts").mkdir()
     receipt = {"started": "2026-11-22T12:00:00+00:00", "host": "n1"}
-    for number, job, result in ((1, "12", "complete"), (2, "13", "failed")):
+    for number, job, result in ((1, "12", end), (2, "13", "failed")):
         table = {**receipt, "attempt": number, "slurm_job_id": job, "result": result}
         (submit_stand_in / "attempts" / f"00{number}.json").write_text(json.dumps(table))
-    assert state_of("forgotten") == ("succeeded", "Slurm does not know the job any more; its run: complete")
+    assert state_of("forgotten") == (state, f"Slurm does not know the job any more; its run: {end}")
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
 _NO_REQUEUE = re.compile(r"--no-r")
 """sbatch's `--no-requeue`, abbreviated."""
+_LOG = re.compile(r"--(?:ou|er)|-[HhIkOQsvWX]*[oe]")
+"""sbatch's `--output` and `--error`, in the same ways."""
 _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
     "--mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -46,6 +48,7 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
 """Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
 _OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
+OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
@@ -293,6 +296,8 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
             raise UsageError(f"--sbatch-arg {argument!r}: {NO_ARRAYS}")
         if request.requeue and _NO_REQUEUE.match(argument):
             raise UsageError(f"--requeue, --sbatch-arg {argument!r}: leave out one or the other")
+        if _LOG.match(argument):
+            raise UsageError(f"--sbatch-arg {argument!r}: {OWN_LOG}")
         name, equals, value = argument.partition("=")
         yield header_word(name, value) if equals else _header_quote("--sbatch-arg", argument)
 

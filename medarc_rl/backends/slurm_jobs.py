@@ -35,7 +35,12 @@ _STATES: Mapping[State, tuple[str, ...]] = {
     ),
 }
 _BY_NAME: Mapping[str, State] = {name: state for state, names in _STATES.items() for name in names}
-_BY_RESULT: Mapping[str, State] = {"complete": "succeeded", "failed": "failed", "stopped": "cancelled"}
+_BY_RESULT: Mapping[str, State] = {
+    "complete": "succeeded",
+    "failed": "failed",
+    "refused": "failed",
+    "stopped": "cancelled",
+}
 """Results of a run's attempt."""
 _WORDS = {
     "BOOT_FAIL": "the node did not boot",

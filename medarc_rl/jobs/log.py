@@ -115,14 +115,9 @@ def _has_name(record: JobRecord, name: str) -> bool:
 def _read(file: Path) -> JobRecord:
     """Raises NotARecord."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        content = _content(file)
     except OSError as error:
         raise NotARecord(str(error.strerror)) from error
-    with os.fdopen(descriptor, "rb") as reading:
-        found = os.fstat(reading.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            raise NotARecord("no file of this user")
-        content = reading.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise NotARecord("larger than 1 MiB")
     try:
@@ -130,6 +125,19 @@ def _read(file: Path) -> JobRecord:
     except (ValueError, RecursionError) as error:
         raise NotARecord("damaged") from error
     return JobRecord.from_table(table)
+
+
+def _content(file: Path) -> bytes:
+    """The beginning of a file that is this user's own. Raises NotARecord or OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise NotARecord("no file of this user")
+        with os.fdopen(descriptor, "rb", closefd=False) as reading:
+            return reading.read(_MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
 
 
 def config_files(words: Sequence[str]) -> str:

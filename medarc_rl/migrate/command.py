@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,9 @@ def _change(file: Path, text: str, force: bool) -> None:
     backup = file.with_name(f"{file.name}.bak")
     if backup.exists() and not force:
         raise UsageError(f"{backup}: exists already: use --force to overwrite it")
+    # With the file's own rights: it may hold what others must not read.
+    backup.unlink(missing_ok=True)
+    backup.touch(stat.S_IMODE(file.stat().st_mode))
     backup.write_bytes(old)
     file.write_bytes(text.encode())
 

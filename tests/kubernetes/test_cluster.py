@@ -101,7 +101,7 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
     before = ["--context=lab", "--namespace=ml"]
     apply = [*before, "apply", "--server-side", "--field-manager=medarc-rl", "--filename=-"]
     (looked, _), (tried, checked), (applied, sent), _, (given, _) = kubectl.calls
-    assert looked == [*before, "get", "jobset", "rt", "--ignore-not-found", "--output=name"]
+    assert looked == [*before, "get", "jobset,configmap", "rt", "--ignore-not-found", "--output=name"]
     assert (tried, applied) == ([*apply, "--dry-run=server"], apply)
     change = json.dumps({"metadata": {"ownerReferences": [owner]}})
     assert given == [*before, "patch", "configmap", "rt", "--type=merge", f"--patch={change}"]
@@ -116,7 +116,8 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
 @pytest.mark.parametrize(
     ("answers", "code", "lines"),
     [
-        ({"get jobset": {"out": "jobset/rt"}}, 2, ["--name rt: namespace default has such a jobset"]),
+        ({"get rt": {"out": "jobset.jobset.x-k8s.io/rt\n"}}, 2, ["--name rt: namespace default has such a jobset"]),
+        ({"get rt": {"out": "configmap/rt\n"}}, 2, ["--name rt: namespace default has such a configmap: give another"]),
         (
             {"--dry-run=server": {"code": 1, "err": 'error: no matches for kind "JobSet" in version "x"\n'}},
             1,
@@ -137,6 +138,15 @@ def test_a_refusal_keeps_the_clusters_words_and_changes_nothing(
     assert all(each.startswith(f"error: {line}") for each, line in zip(told, lines, strict=True))
     assert not [words for words, _ in kubectl.calls if words[-1] == "--filename=-"], "nothing was applied"
     assert JobLog.of_user().read() == ([], [])
+
+
+def test_a_job_is_looked_for_in_the_cluster_that_it_was_sent_to(kubectl: FakeKubectl, sft_toml: Path) -> None:
+    kubectl.answer({"config current-context": {"out": "lab\n"}})
+    assert submit(sft_toml).exit_code == 0
+    kubectl.answer({"config current-context": {"out": "production\n"}, "get": {"out": "{}"}})
+    assert jobs("cancel", "rt").exit_code == 0
+    asked = [words for words, _ in kubectl.calls if words[0] != "config"]
+    assert {words[0] for words in asked} == {"--context=lab"}
 
 
 def test_a_job_that_cannot_be_made_the_owner_goes_on(kubectl: FakeKubectl, sft_toml: Path) -> None:

@@ -182,6 +182,11 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--output-dir", "/data/x", "--output-dir '/data/x': name a directory in the claim"),
         ("--output-dir", "../x", "--output-dir '../x'"),
         ("--output-dir", "s3://x", "output directory s3://x: a bucket's name has 3 to 63"),
+        ("--output-dir", "gs://bucket/x", "--output-dir 'gs://bucket/x': name a directory in the claim"),
+        ("--queue", "q" * 64, f"--queue '{'q' * 64}': 1 to 63 lower-case letters"),
+        ("--memory", "\uff16\uff14Gi", "--memory '\uff16\uff14Gi': write a number of bytes"),
+        ("--memory", "0Gi", "--memory '0Gi': write a number of bytes"),
+        ("--shm", "0.0", "--shm '0.0': write a number of bytes"),
         ("--memory", "lots", "--memory 'lots': write a number of bytes with a unit, as in 64Gi"),
         ("--env", "A-B=1", "--env 'A-B': write NAME=VALUE"),
         ("--secret-env", "HF_TOKEN=hf_abc", "--secret-env 'HF_TOKEN': write NAME=SECRET/KEY"),
@@ -195,6 +200,20 @@ def test_a_wrong_option_is_one_line(option: str, value: str | None, fault: str, 
     given = {**GOOD, option: value}
     words = [word for name, text in given.items() if text is not None for word in (name, text)]
     assert errors("sft", sft_toml, *words, "--max-steps", 50)[0].startswith(fault)
+
+
+def test_nothing_is_named_twice_where_the_cluster_takes_a_name_once(sft_toml: Path) -> None:
+    words = ("--secret-env", "HF_HOME=places/hf", "--pull-secret", "a", "--pull-secret", "a")
+    given = [word for pair in GOOD.items() for word in pair]
+    result = CliRunner().invoke(
+        medarc_submit.app, ["sft", str(sft_toml), "--to", "kubernetes", *given, *words, "--dry-run"]
+    )
+    _, jobset = yaml.safe_load_all(result.stdout)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    names = [variable["name"] for variable in pod["containers"][0]["env"]]
+    assert names.count("HF_HOME") == 1
+    assert pod["imagePullSecrets"] == [{"name": "a"}]
 
 
 def test_all_faults_are_told_at_once(sft_toml: Path) -> None:

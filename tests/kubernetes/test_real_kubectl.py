@@ -98,3 +98,13 @@ def test_a_cluster_without_jobset_is_left_as_it_is(cluster: SmallCluster, sft_to
     assert told[-1] == (
         "error: the cluster does not have the controller of this kind: JobSet and KubeRay are installed apart"
     )
+
+
+def test_a_config_map_of_somebody_else_is_neither_changed_nor_given_to_the_job(
+    cluster: SmallCluster, sft_toml: Path
+) -> None:
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "rt"}, "data": {"notes": "mine"}}
+    cluster.objects[CONFIG_MAP] = dict(theirs)
+    result = submit(sft_toml)
+    assert (result.exit_code, cluster.objects) == (2, {CONFIG_MAP: theirs})
+    assert "error: --name rt: namespace ml has such a configmap: give another name, or delete it" in result.stderr

@@ -127,6 +127,7 @@ REFUSED = {
     "--subnet sub_net --security-group sg-1": "--subnet 'sub_net'",
     "--tag team": "--tag: write NAME=VALUE",
     "--tag te$m=x": "--tag 'te\\$m'",
+    "--tag aws:team=x": "--tag aws:team: AWS keeps names of tags that begin with aws:",
     "--env 1X=2": "--env '1X'.*OMP_NUM_THREADS=8",
     "--env A=1 --env A=2": "--env A: given twice",
     "--env SM_X=1": "--env SM_X: SageMaker sets",
@@ -213,6 +214,22 @@ def test_gpus_of_instances() -> None:
     assert {name: gpus_of(name) for name in known} == known
     assert gpus_of("ml.trn1.2xlarge") is None
     assert gpus_of("nonsense") is None
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [([], "eu-central-1"), (["--region", "us-west-2"], "us-west-2")], ids=["none", "given"]
+)
+def test_the_region_is_that_of_the_option_or_of_the_variable_that_the_message_names(
+    option: list[str], expected: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    account = ["--role", "arn:aws:iam::123456789012:role/r", "--image", "x:1", "--instance-type", "ml.m5.xlarge"]
+    words = ["sft", "sft.toml", "--to", "sagemaker", *account, "--s3", "s3://bucket/runs", *option, "--dry-run"]
+    assert _main(*words) == 0
+    assert json.loads(capsys.readouterr().out)["create_training_job"]["region"] == expected
 
 
 def test_a_dry_run_prints_all_that_would_be_sent_and_contacts_nobody(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from medarc_rl.backends.backend import Prepared, Request
-from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound
+from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound, current_context
 from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, ClusterJob, Table, config_map, jobset
 from medarc_rl.backends.kubernetes.pod_logs import PodLog, is_over
 from medarc_rl.backends.kubernetes.preparation import cluster_job, uses_ray
@@ -68,22 +69,28 @@ class Kubernetes:
         job, output = cluster_job(request)
         ray = uses_ray(request, options)
         resource = "rayjob" if ray else "jobset"
+        # Kept with the job: after a switch to another cluster, `cancel` would delete a job of the same name there.
+        context = options.context or (None if options.dry_run else current_context())
         return PreparedManifest(
             name=job.name,
             output=output if job.claim is None or output != job.local_output else f"{job.claim}:{output}",
             text=to_yaml(manifest_of(job, ray)),
-            details={"namespace": job.namespace, "context": options.context or "", "resource": resource},
-            kubectl=Kubectl(job.namespace, options.context),
+            details={"namespace": job.namespace, "context": context or "", "resource": resource},
+            kubectl=Kubectl(job.namespace, context),
             resource=resource,
         )
 
     def submit(self, prepared: PreparedManifest) -> str:
         """Send the manifest, which the cluster first checks as a whole without keeping any of it."""
         kubectl = prepared.kubectl
-        if kubectl.run("get", prepared.resource, prepared.name, "--ignore-not-found", "--output=name").strip():
+        # Another one's ConfigMap of this name would be changed, and be deleted with the job.
+        kinds = f"{prepared.resource},{_rest(prepared.resource)}"
+        found = kubectl.run("get", kinds, prepared.name, "--ignore-not-found", "--output=name").split()
+        if found:
+            kind = re.split("[./]", found[0])[0]
             raise UsageError(
-                f"--name {prepared.name}: namespace {kubectl.namespace} has such a {prepared.resource}: "
-                "give another name, or delete it"
+                f"--name {prepared.name}: namespace {kubectl.namespace} has such a {kind}: give another name, or "
+                "delete it"
             )
         apply = ("apply", "--server-side", f"--field-manager={MANAGER}", "--filename=-")
         kubectl.run(*apply, "--dry-run=server", stdin=prepared.text)

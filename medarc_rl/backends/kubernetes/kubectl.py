@@ -82,6 +82,15 @@ class Kubectl:
                 program.kill()
 
 
+def current_context() -> str | None:
+    """The context that kubectl takes by itself now; None if there is none, as in a pod."""
+    try:
+        answer = ask(["kubectl", "config", "current-context"], _LIMIT_S)
+    except NoAnswer:
+        return None  # whatever is asked next tells why
+    return answer.stdout.strip() or None if answer.code == 0 else None
+
+
 def _no_kubectl(fault: str) -> str:
     if "No such file" in fault:
         return "kubectl: not found: install it, or print the manifest with --dry-run and send it from elsewhere"

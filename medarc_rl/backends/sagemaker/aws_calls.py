@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from medarc_rl.errors import MedarcError, UsageError
+from prime_rl.storage.s3 import named_region
 
 EXTRA = "sagemaker"
 _ADVICE: Mapping[str, str] = {
@@ -56,7 +58,7 @@ class Aws:
         from botocore.exceptions import BotoCoreError
 
         try:
-            self._session = boto3.session.Session(profile_name=profile, region_name=region)
+            self._session = boto3.session.Session(profile_name=profile, region_name=region or named_region(os.environ))
         except BotoCoreError as error:
             raise UsageError(_line(str(error))) from error
         found = self._session.region_name

@@ -24,8 +24,12 @@ root = Path(__file__).parent.parent
 (root / f"{{name}}.json").write_text(json.dumps(dict(argv=sys.argv[1:], env=dict(os.environ))))
 print(name, "says hello", flush=True)
 if name == "inference": signal.pause()
+saves = Path(root / f"{{name}}.saves")
+if saves.exists():
+    Path(saves.read_text()).mkdir(parents=True)
+    Path(saves.read_text(), "STABLE").touch()
 fails = Path(root / f"{{name}}.fails")
-if fails.exists(): sys.exit(fails.read_text())
+if fails.exists(): print(fails.read_text(), file=sys.stderr); sys.exit(2 if "refused" in fails.read_text() else 1)
 if not Path(root / f"{{name}}.leaves").exists(): Path(os.environ["COMPLETION_MARKER"]).touch()
 """
 
@@ -42,6 +46,10 @@ class Programs:
 
     def fail(self, name: str, last_words: str = "it broke") -> None:
         (self.root / f"{name}.fails").write_text(last_words)
+
+    def save(self, name: str, checkpoint: Path) -> None:
+        """Let a program save `checkpoint` before it ends."""
+        (self.root / f"{name}.saves").write_text(str(checkpoint))
 
     def leave_early(self, name: str) -> None:
         """Let a program exit with 0 before its work is done."""
@@ -186,6 +194,16 @@ def test_the_last_error_of_a_failed_child_is_the_reason_on_the_terminal_and_in_t
     assert capsys.readouterr().err == f"error: {reason}\n"
     assert json.loads(out.receipt(1).read_text())["outcome"] == reason
     assert f"Why it ended: `{reason}`" in out.status.read_text()
+
+
+@pytest.mark.parametrize(("last_words", "code", "is_advised"), [("it broke", 1, True), ("it is refused", 2, False)])
+def test_a_run_is_not_advised_to_continue_as_it_would_be_refused_again(
+    programs: Programs, out: RunPaths, capsys: pytest.CaptureFixture[str], last_words: str, code: int, is_advised: bool
+) -> None:
+    programs.fail("trainer", last_words)
+    programs.save("trainer", out.checkpoint(1))
+    assert sft.run(sft_config(out, ckpt={}), programs.bin) == code
+    assert ("--resume latest" in capsys.readouterr().err) == is_advised
 
 
 def test_another_runs_checkpoints_are_refused(

@@ -55,6 +55,11 @@ def test_a_failure_stops_the_others_in_reverse_order_and_shows_the_log() -> None
     ]
 
 
+def test_a_child_that_refuses_the_run_makes_the_launch_one_that_is_not_tried_again() -> None:
+    outcome, _ = run(FakeHost([Exited("trainer", 2), Exited("orchestrator", 143), Exited("inference", 143)]))
+    assert (outcome.exit_code, outcome.was_refused, outcome.failed) == (2, True, "trainer")
+
+
 @pytest.mark.parametrize("name", ["orchestrator", "trainer"])
 def test_code_zero_before_the_work_was_done_is_a_failure_that_names_the_child(name: str) -> None:
     others = [other for other in ("trainer", "orchestrator", "inference") if other != name]

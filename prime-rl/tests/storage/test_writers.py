@@ -269,3 +269,14 @@ def test_names_of_missing_files_reach_no_terminal_as_they_are(
     is_whole, line = summary_of(uploader)
     assert not is_whole
     assert line.startswith(f"not uploaded to {place}: a\\x1b[2Jb .log (stopped); upload the rest with\n")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pid": 10**20}, {"pid": "5"}, {"directory": 5}, {"since": None}, {"slurm_job": 7}, {"token": []}],
+    ids=repr,
+)
+def test_what_cannot_be_a_writer_is_damaged(wrong: dict[str, object]) -> None:
+    whole = {"host": "a", "pid": 5, "since": "2026-01-01T00:00:00+00:00"}
+    assert Writer.parse(json.dumps(whole).encode()) is not None
+    assert Writer.parse(json.dumps({**whole, **wrong}).encode()) is None

@@ -59,6 +59,16 @@ def test_the_page_of_a_stopped_run_says_how_to_continue(run: RunFolder) -> None:
     assert "kill" not in page
 
 
+def test_the_page_of_a_refused_run_advises_nothing_that_would_be_refused_again(run: RunFolder) -> None:
+    run.attempt("refused", "trainer: the data changed")
+    (run.paths.root / "run.lock").unlink()
+    status_of(run).look()
+    page = run.paths.status.read_text()
+    assert page.startswith("# `demo`: rl, failed, step 0 (1/10)\n")
+    assert "Why it ended: `trainer: the data changed`" in page
+    assert "--resume" not in page
+
+
 def test_the_page_is_written_when_something_changed_and_once_a_minute(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

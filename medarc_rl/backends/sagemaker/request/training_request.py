@@ -129,8 +129,15 @@ def rule_faults(job: TrainingJob) -> list[str]:
             faults.append(f"--input {name}={uri}: write s3://BUCKET/PREFIX")
     reserved = [name for name in job.env if name.startswith(("SM_", "SAGEMAKER_", "TRAINING_JOB_"))]
     faults += [f"--env {name}: SageMaker sets variables of this name itself" for name in reserved]
+    faults += [
+        f"--tag {name}: AWS keeps names of tags that begin with aws: for itself" for name in job.tags if _is_aws(name)
+    ]
     faults += [f"--env {name}: also given with --secret-env" for name in job.env if name in job.secrets]
     return faults
+
+
+def _is_aws(tag: str) -> bool:
+    return tag.lower().startswith("aws:")
 
 
 def _file_system_faults(job: TrainingJob) -> list[str]:

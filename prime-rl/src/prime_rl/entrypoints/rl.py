@@ -30,3 +30,7 @@ def main() -> None:
 def run(config: RLConfig, bin_dir: Path | None = None) -> int:
     """Run `config` to its end and return the exit code. Programs are taken from `bin_dir` if it is given."""
     return launch(RL, config, rl_screen, bin_dir=bin_dir, cluster=slurm_cluster(os.environ))
+
+
+if __name__ == "__main__":
+    main()

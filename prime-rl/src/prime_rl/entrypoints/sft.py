@@ -27,3 +27,7 @@ def main() -> None:
 def run(config: SFTConfig, bin_dir: Path | None = None) -> int:
     """Train to the end and return the exit code. Programs are taken from `bin_dir` if it is given."""
     return launch(SFT, config, sft_screen, Sharing(free_ports=True), bin_dir, slurm_cluster(os.environ))
+
+
+if __name__ == "__main__":
+    main()

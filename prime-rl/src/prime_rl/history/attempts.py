@@ -24,7 +24,7 @@ class Attempt:
     ended_s: float | None = None
     """None while it runs, or if the launcher was killed."""
     result: str | None = None
-    """`complete`, `stopped` or `failed`; None as long as there is no end."""
+    """`complete`, `stopped`, `failed`, or `refused`: it would be refused again. None as long as there is no end."""
     message: str = ""
     """Why it stopped or failed."""
     command: str = ""

@@ -28,7 +28,12 @@ class NotARun(Exception):
 
 
 StateName = Literal["running", "complete", "stopped", "failed", "killed", "unknown"]
-_RESULTS: Mapping[str, StateName] = {"complete": "complete", "stopped": "stopped", "failed": "failed"}
+_RESULTS: Mapping[str, StateName] = {
+    "complete": "complete",
+    "stopped": "stopped",
+    "failed": "failed",
+    "refused": "failed",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,8 @@ def launch(
     A config for several nodes runs on those of `cluster`. Prints one line for each fault to stderr.
 
     Returns:
-        0 if the run is complete or was a dry run; 2 if it cannot be started as configured; 128 + n after signal n;
-        otherwise 1.
+        0 if the run is complete or was a dry run; 2 if it cannot be started as configured, or one of its processes
+        refuses that; 128 + n after signal n; otherwise 1.
     """
     faults: tuple[str, ...]
     try:
@@ -300,8 +300,7 @@ def run_job(
             outcome = supervisor.run()
         if receipt is not None:
             # Before the screen closes, which shows the end of the run for the last time.
-            result = "complete" if outcome.succeeded else "stopped" if outcome.was_stopped else "failed"
-            receipt.end(result, outcome.message, outcome.lost)
+            receipt.end(outcome.result, outcome.message, outcome.lost)
     _report(outcome, job, shown, log)
     return outcome.exit_code
 
@@ -346,7 +345,7 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
         return
     known = outcome.failed is not None and screen.has_shown(outcome.failed)
     message = outcome.message if known else outcome.report()
-    if outcome.was_stopped or stable_steps(job.paths.checkpoints):
+    if outcome.was_stopped or (stable_steps(job.paths.checkpoints) and not outcome.was_refused):
         message += f"\n{job.how_to_continue(sys.argv, os.environ)}"
     log.note(message)
     _write(sys.stderr.write, f"{message}\n" if outcome.was_stopped else f"error: {message}\n")

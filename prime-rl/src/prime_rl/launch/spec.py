@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prime_rl.run.completion import REFUSED_EXIT_CODE
+
 _RECORDED = "WANDB_"
 """Prefix of variables that only tell W&B which command started the run."""
 
@@ -135,5 +137,17 @@ class Outcome:
         return [f"warning: {line}" for line in self.lost]
 
     @property
+    def was_refused(self) -> bool:
+        """Whether the same run would be refused again."""
+        return self.exit_code == REFUSED_EXIT_CODE
+
+    @property
     def succeeded(self) -> bool:
         return self.exit_code == 0
+
+    @property
+    def result(self) -> str:
+        """As a receipt has it."""
+        if self.succeeded:
+            return "complete"
+        return "stopped" if self.was_stopped else "refused" if self.was_refused else "failed"

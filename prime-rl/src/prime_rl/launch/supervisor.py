@@ -12,6 +12,7 @@ from prime_rl.launch.logs import reason_in
 from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
 from prime_rl.launch.stalls.watchdog import LOOK_EVERY_S, Stalled, Watchdog
 from prime_rl.run.beats import ANYONE
+from prime_rl.run.completion import REFUSED_EXIT_CODE
 
 GRACE_S = 60.0
 """Seconds for children to save and stop after SIGTERM."""
@@ -274,7 +275,8 @@ class Supervisor:
             message = "\n".join([message, *self._watchdog.quiet(others)])
         if end.signal is signal.SIGKILL:
             message += f"\n{_MEMORY_HINT}"
-        return Outcome(1, message, log_tail, failed=end.name)
+        code = REFUSED_EXIT_CODE if end.code == REFUSED_EXIT_CODE else 1
+        return Outcome(code, message, log_tail, failed=end.name)
 
     def _stall(self, stalled: Stalled) -> Outcome:
         first = stalled.roots[0]

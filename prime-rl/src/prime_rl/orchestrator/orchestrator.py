@@ -99,3 +99,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
     paths.control.mkdir(parents=True, exist_ok=True)
     dump_toml(config, paths.resolved_config)
     return resume_step
+
+
+if __name__ == "__main__":
+    main()

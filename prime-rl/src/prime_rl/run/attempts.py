@@ -109,7 +109,7 @@ class Receipt:
                 yield f"{self._agreement()}; receipt: {self.file}"
 
     def end(self, result: str, message: str, lost: Sequence[str] = ()) -> None:
-        """Record how the attempt ended: `complete`, `stopped` or `failed`, and why; and what it went on without."""
+        """Record how the attempt ended (`complete`, `stopped`, `failed`, `refused`), why, and what it lost."""
         ids = {part: self.paths.wandb_id(part) for part in PARTS}
         self._table |= {
             "ended": datetime.now().astimezone().isoformat(timespec="seconds"),

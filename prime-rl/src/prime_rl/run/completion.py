@@ -1,4 +1,4 @@
-"""Tells the launcher that a process has done all of its work.
+"""Tells the launcher that a process has done all of its work, or refuses the run.
 
 Exit code 0 is not enough: the code of an environment, or a library, may call `sys.exit(0)` or `os._exit(0)` at any
 time.
@@ -11,7 +11,8 @@ from pathlib import Path
 
 COMPLETION_VARIABLE = "COMPLETION_MARKER"
 """Environment variable of a process: the file that it makes when its work is done."""
-
+REFUSED_EXIT_CODE = 2
+"""Exit code of a process that refuses the run as configured, and would refuse it again."""
 
 TRAINER_VARIABLE = "TRAINER_COMPLETION"
 """Environment variable of an evaluator next to a training: the file that the trainer makes when it is done."""

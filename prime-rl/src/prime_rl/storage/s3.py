@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -90,6 +90,11 @@ class Contents:
     """Seconds since it was written, by S3's clock."""
 
 
+def named_region(env: Mapping[str, str]) -> str | None:
+    """`AWS_REGION`, which AWS's other programs read before `AWS_DEFAULT_REGION`, and boto3 does not read."""
+    return env.get("AWS_REGION") or None
+
+
 def aws_client(service: str, region: str | None = None) -> Any:
     """A boto3 client with timeouts and bounded retries. Endpoint, region and credentials come from the environment.
 
@@ -112,6 +117,7 @@ def aws_client(service: str, region: str | None = None) -> Any:
     )
     try:
         with told(service):
+            region = region or named_region(os.environ)
             return boto3.session.Session().client(service, region_name=region, config=config)
     except ValueError as error:  # an endpoint that is no URL
         raise StorageError(f"{service}: {error}") from error

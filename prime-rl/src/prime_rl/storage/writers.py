@@ -25,6 +25,8 @@ BEAT_S = 20.0
 STALE_S = 3 * BEAT_S
 """A writer that has been silent for longer was killed."""
 _LOOK_S = 2.0
+_MAX_PID = 2**22
+"""Of Linux."""
 _CHANGED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 """S3's words for: another one has written meanwhile."""
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -79,7 +81,9 @@ class Writer:
             writer = cls(**{name: table[name] for name in cls.__slots__ if name in table})
         except (ValueError, TypeError, RecursionError):
             return None
-        return writer if isinstance(writer.pid, int) and writer.pid > 0 else None
+        texts = (writer.host, writer.since, writer.directory, writer.token, writer.boot, writer.slurm_start)
+        is_sound = all(isinstance(text, str) for text in texts) and isinstance(writer.slurm_job, str | None)
+        return writer if is_sound and isinstance(writer.pid, int) and 0 < writer.pid <= _MAX_PID else None
 
     def is_gone_for(self, other: Writer) -> bool:
         """Whether `other` knows, without waiting, that this one no longer writes."""

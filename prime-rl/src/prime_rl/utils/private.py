@@ -46,6 +46,18 @@ def home_env(env: Mapping[str, str]) -> dict[str, str]:
     return {} if env.get("HOME") else {"HOME": str(home_directory())}
 
 
+def set_home() -> None:
+    """Give this process a HOME if it has none. Call it before libraries are imported, which look for it.
+
+    Raises:
+        SystemExit: with one line, for the reason of NotPrivate.
+    """
+    try:
+        os.environ.update(home_env(os.environ))
+    except NotPrivate as error:
+        raise SystemExit(f"error: {error}") from error
+
+
 def private_directory(directory: Path) -> Path:
     """Make `directory` with mode 0700 if it is missing, and check that it belongs to this user alone.
 

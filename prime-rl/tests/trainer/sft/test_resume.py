@@ -58,8 +58,9 @@ def test_changed_rows_are_refused_with_each_reason_and_forced_by_a_key(base: dic
         "max_steps": 2,
     }
     capsys.readouterr()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as refused:
         run_sft(base, **changes, ckpt={"resume_step": -1})
+    assert refused.value.code == 2
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "was trained on different rows" in line]
     assert "the contents of the data changed" in line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prime_rl.run.resuming import Changes
-from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
 
@@ -12,10 +12,10 @@ def check_changes(changes: Changes, process: Process) -> None:
     """Log which changed keys are applied and which have no effect.
 
     Raises:
-        CheckpointError: a key changed that makes the run no continuation, with one line for each such key.
+        ResumeRefused: a key changed that makes the run no continuation, with one line for each such key.
     """
     if faults := list(changes.faults()):
-        raise CheckpointError("\n".join(faults))
+        raise ResumeRefused("\n".join(faults))
     if process.is_main:
         for line in changes.lines():
             get_logger().info(line)

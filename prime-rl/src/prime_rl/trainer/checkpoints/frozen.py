@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.lora.adapters import LowRank
-from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.errors import ResumeRefused
 
 _DIGEST_RANGE = 2**40
 
@@ -40,13 +40,13 @@ def check_frozen(saved: dict[str, Any], model: PreTrainedModel, where: object) -
     """Compare the frozen weights of `model` with those of the checkpoint at `where`. Collective.
 
     Raises:
-        CheckpointError: the trained weights of the checkpoint belong to other frozen weights.
+        ResumeRefused: the trained weights of the checkpoint belong to other frozen weights.
     """
     own = identity_of_frozen(model)
     if saved["scale"] != own["scale"]:
-        raise CheckpointError(f"{where} was saved {_scaled(saved)}, and this config trains {_scaled(own)}")
+        raise ResumeRefused(f"{where} was saved {_scaled(saved)}, and this config trains {_scaled(own)}")
     if saved["weights"] != own["weights"]:
-        raise CheckpointError(
+        raise ResumeRefused(
             f"{where} holds only the trained weights, and the frozen weights have changed: "
             f"model.name = {model.config.name_or_path} is not the model that it was trained on"
         )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.checkpoints.files import load_object, rank_file
 from prime_rl.trainer.checkpoints.frozen import check_frozen, identity_of_frozen, without_frozen
 from prime_rl.trainer.optim.scheduler import continue_schedule
-from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.errors import ResumeRefused
 
 Role = Literal["policy", "critic", "teacher"]
 """What a model is used for. Both trainers have a policy only."""
@@ -106,16 +106,16 @@ def check_models(own: dict[str, Any], state: TrainState, directory: Path) -> Non
     """Compare the models of a checkpoint with those of `state`. Collective.
 
     Raises:
-        CheckpointError: roles or frozen weights differ.
+        ResumeRefused: roles or frozen weights differ.
     """
     if own["schedulers"].keys() != state.trained.keys():
         held, wanted = (" and ".join(sorted(roles)) for roles in (own["schedulers"], state.trained))
-        raise CheckpointError(f"{directory} holds {held}, and this config trains {wanted}")
+        raise ResumeRefused(f"{directory} holds {held}, and this config trains {wanted}")
     for role, trained in state.trained.items():
         check_frozen(own["frozen"][role], trained.model, directory)
     for role, model in state.frozen.items():
         if role in own["frozen"] and own["frozen"][role] != identity_of_frozen(model):
-            raise CheckpointError(f"{directory} was saved with another {role} than {model.config.name_or_path}")
+            raise ResumeRefused(f"{directory} was saved with another {role} than {model.config.name_or_path}")
 
 
 def load_rank(directory: Path, rank: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ TrainerError             logged as one line, exit code 1, no traceback
 ├── ScheduleError        learning-rate schedule that does not fit `max_steps`
 ├── BatchError           a batch of the orchestrator does not come, or its rows do not reach every rank
 ├── BroadcastError       new weights did not reach the inference servers
-├── CheckpointError      no checkpoint at the step to resume from, or one of another run
+├── CheckpointError      no checkpoint at the step to resume from, or a damaged one
+│   └── ResumeRefused    a checkpoint of another run, or of other data; exit code 2, since it would be refused again
 └── DivergedError        the loss or the gradient is not finite
 
 Any other exception is a bug and is logged with its traceback.
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from prime_rl.run.completion import REFUSED_EXIT_CODE
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config.errors import one_line
@@ -65,18 +67,22 @@ class CheckpointError(TrainerError):
     pass
 
 
+class ResumeRefused(CheckpointError):
+    pass
+
+
 class DivergedError(TrainerError):
     pass
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Log an exception of the block and exit with code 1."""
+    """Log an exception of the block and exit with code 1, or with 2 if the run would be refused again."""
     try:
         yield
     except TrainerError as error:
         get_logger().error(str(error))
-        raise SystemExit(1) from None
+        raise SystemExit(REFUSED_EXIT_CODE if isinstance(error, ResumeRefused) else 1) from None
     except Exception as error:  # noqa: BLE001 - the last handler: the log file should have the traceback too
         if (fault := disk_fault(error)) is not None:
             get_logger().error(fault)

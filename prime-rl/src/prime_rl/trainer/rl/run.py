@@ -23,7 +23,7 @@ from prime_rl.trainer.observe.perf import Performance, known_peak, published_pea
 from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
@@ -163,10 +163,11 @@ def resume(
     """Restore the checkpoint of `step`, and log what was restored.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, belongs to another model, or is beyond the end of this run.
+        CheckpointError: the checkpoint is incomplete.
+        ResumeRefused: it belongs to another model, or is beyond the end of this run.
     """
     for fault in beyond_end(step, max_steps):
-        raise CheckpointError(fault)
+        raise ResumeRefused(fault)
     checkpoints.load(state, step)
     if checkpoints.process.is_main:
         restored = restored_state(state, checkpoints.paths, step, checkpoints.process)

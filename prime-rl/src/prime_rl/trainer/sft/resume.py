@@ -10,7 +10,7 @@ from prime_rl.configs.trainer import beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import summary_of
-from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.data.places import Place, saved_data_size
@@ -24,7 +24,7 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
     """Compare the data of a checkpoint with the current data. Returns what was verified, for the receipt.
 
     Raises:
-        CheckpointError: the rows differ, so the saved position is invalid. With `ckpt.skip_dataloader`, which ignores
+        ResumeRefused: the rows differ, so the saved position is invalid. With `ckpt.skip_dataloader`, which ignores
             that position, this is only a warning.
     """
     checkpoint = checkpoints.paths.checkpoint(step)
@@ -36,7 +36,7 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
         return "data, tokenizer, chat template and packing are unchanged"
     listed = "; ".join(differences)  # the last line of a run that fails tells one line of its log
     if not checkpoints.config.skip_dataloader:
-        raise CheckpointError(
+        raise ResumeRefused(
             f"{checkpoint} was trained on different rows than this config gives: {listed}. "
             "Undo the change, or continue from the beginning of the data with --ckpt.skip-dataloader"
         )
@@ -51,12 +51,12 @@ def restore_position(rows: PackedRows, places: Sequence[Place]) -> str:
     """Move `rows` to the saved position, so that no sample is skipped or repeated. Returns a description.
 
     Raises:
-        CheckpointError: the checkpoint does not hold the exact position.
+        ResumeRefused: the checkpoint does not hold the exact position.
     """
     if not places:
         return "from the beginning of the data"
     if not all("left_over" in place for place in places):
-        raise CheckpointError(
+        raise ResumeRefused(
             "the checkpoint was written by an older version and does not hold the exact position in the data: "
             "continue from the beginning of the data with --ckpt.skip-dataloader"
         )
@@ -72,10 +72,10 @@ def leave_receipt(
     """Log and report where a resumed run continues and what has been checked.
 
     Raises:
-        CheckpointError: the step is beyond the end of the run.
+        ResumeRefused: the step is beyond the end of the run.
     """
     for fault in beyond_end(facts["step"], config.max_steps):
-        raise CheckpointError(fault)
+        raise ResumeRefused(fault)
     if checkpoints.process.is_main:
         summary = f"{summary_of(facts)}; continues {data['place']}; verified: {data['verified']}"
         get_logger().info(f"Resumed from {checkpoints.paths.checkpoints}: {summary}")

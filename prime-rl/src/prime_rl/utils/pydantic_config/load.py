@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from prime_rl.utils.private import set_home
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, parse_arguments
 from prime_rl.utils.pydantic_config.base import BaseSettings
 from prime_rl.utils.pydantic_config.environment import environment_layer
@@ -71,7 +72,11 @@ def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequ
 def parse_argv_or_exit(
     config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None
 ) -> ConfigT:
-    """Like `parse_argv`, but print each fault as an `error:` line on stderr and exit with status 2."""
+    """Like `parse_argv`, but print each fault as an `error:` line on stderr and exit with status 2.
+
+    Every program of the engine begins with it, so that it also gives a process its HOME.
+    """
+    set_home()
     try:
         with showing_warnings():
             return parse_argv(config_cls, allow_extras, argv)

@@ -126,7 +126,8 @@ def _commands(overview: Overview, how_to_continue: str, command_prefix: str) -> 
             yield f"touch {shlex.quote(str(overview.directory / 'save'))}    # save a checkpoint now"
         yield _stop(overview)
     yield from ("```", "")
-    if how_to_continue and not overview.is_running and overview.state.name != "complete":
+    was_refused = overview.attempt is not None and overview.attempt.result == "refused"
+    if how_to_continue and not was_refused and not overview.is_running and overview.state.name != "complete":
         first, _, command = how_to_continue.partition("\n")
         yield from ((f"{first}:", "", "```bash", command.strip(), "```", "") if command else (f"{first}.", ""))
 
