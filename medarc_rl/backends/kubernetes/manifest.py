@@ -190,7 +190,9 @@ def _literal(text: str) -> str:
 def _environment(job: ClusterJob) -> list[Table]:
     # A user without a home could write no cache.
     values = {"HOME": SCRATCH_DIR, "HF_HOME": f"{SCRATCH_DIR}/huggingface", "PYTHONUNBUFFERED": "1", **job.env}
-    plain: list[Table] = [{"name": name, "value": _literal(value)} for name, value in values.items()]
+    # Each name once: the cluster refuses a list that names one twice.
+    kept = {name: value for name, value in values.items() if name not in job.secret_env}
+    plain: list[Table] = [{"name": name, "value": _literal(value)} for name, value in kept.items()]
     return plain + [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
         for name, (secret, key) in job.secret_env.items()

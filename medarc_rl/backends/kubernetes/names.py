@@ -10,6 +10,7 @@ from medarc_rl.backends.pairs import VARIABLE, pairs, plain_variables
 
 MAX_JOB_NAME = 47
 """Characters. JobSet and KubeRay add to a job's name, and a pod's hostname has at most 63."""
+MAX_LABEL = 63
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 """RFC 1123, without its length."""
 _SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
@@ -17,7 +18,8 @@ _KEY_NAME = re.compile(r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _LABEL_VALUE = re.compile(rf"({_KEY_NAME.pattern})?", re.ASCII)
 _LABEL_KEY = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_KEY_NAME.pattern}", re.ASCII)
 _SECRET_KEY = re.compile(r"[\w.-]{1,253}", re.ASCII)
-_QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
+_QUANTITY = re.compile(r"(?=[\d.]*[1-9])\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", re.ASCII)
+"""More than nothing, which would mean no limit."""
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d+)?/)?{_COMPONENT}(?:/{_COMPONENT})*"
@@ -36,7 +38,7 @@ def job_name(given: str | None, stem: str, kind: str) -> str:
     return f"{begin or 'run'}{ending}"
 
 
-def label_fault(option: str, value: str, longest: int = 63) -> Iterator[str]:
+def label_fault(option: str, value: str, longest: int = MAX_LABEL) -> Iterator[str]:
     """One line if a name is no label of RFC 1123."""
     if not _LABEL.fullmatch(value) or len(value) > longest:
         nearest = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:longest].strip("-")
@@ -44,10 +46,10 @@ def label_fault(option: str, value: str, longest: int = 63) -> Iterator[str]:
         yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits and inner hyphens{advice}"
 
 
-def subdomain_fault(option: str, value: str) -> Iterator[str]:
+def subdomain_fault(option: str, value: str, longest: int = 253) -> Iterator[str]:
     """One line if a name is no DNS subdomain, as names of Secrets, claims and service accounts are."""
-    if not _SUBDOMAIN.fullmatch(value) or len(value) > 253:
-        yield f"{option} {value!r}: a name has lower-case letters, digits, inner hyphens and dots"
+    if not _SUBDOMAIN.fullmatch(value) or len(value) > longest:
+        yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits, inner hyphens and dots"
 
 
 def image_fault(image: str | None) -> Iterator[str]:

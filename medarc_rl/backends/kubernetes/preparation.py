@@ -80,7 +80,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
         node_selector=names.node_labels(options.node_selector, faults),
         tolerations=names.tolerations(options.toleration, faults),
         service_account=options.service_account,
-        pull_secrets=options.pull_secret,
+        pull_secrets=list(dict.fromkeys(options.pull_secret)),
         user_id=options.user_id,
         retries=options.retries,
         deadline_s=options.deadline,
@@ -109,10 +109,12 @@ def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
     for option, value in (
         ("--output-claim", options.output_claim),
         ("--service-account", options.service_account),
-        ("--queue", options.queue),
     ):
         if value is not None:
             yield from names.subdomain_fault(option, value)
+    if options.queue is not None:
+        # The value of a label, which is shorter than a name.
+        yield from names.subdomain_fault("--queue", options.queue, names.MAX_LABEL)
     if not re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9_.-]+", options.gpu_resource):
         yield f"--gpu-resource {options.gpu_resource!r}: write VENDOR/NAME, as in nvidia.com/gpu or amd.com/gpu"
     yield from names.quantity_fault("--memory", options.memory)
@@ -149,8 +151,11 @@ def _output(request: Request, options: KubernetesOptions, name: str, faults: lis
     if options.output_claim is None:
         faults.append("a pod's own disk is lost with it: add --output-claim CLAIM, or --output-dir s3://BUCKET/PREFIX")
     path = PurePosixPath(OUTPUT_DIR, given or name)
-    if ".." in path.parts or not path.is_relative_to(OUTPUT_DIR) or path == PurePosixPath(OUTPUT_DIR):
-        faults.append(f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod")
+    is_inside = ".." not in path.parts and path.is_relative_to(OUTPUT_DIR) and path != PurePosixPath(OUTPUT_DIR)
+    if given is not None and (not is_inside or "://" in given):
+        faults.append(
+            f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod, or s3://BUCKET/PREFIX"
+        )
         path = PurePosixPath(OUTPUT_DIR, "run")
     return str(path), str(path)
 
