@@ -40,8 +40,6 @@ def words(options: str) -> list[str]:
             "easy_threshold (0.2) must be above",
         ),
         (OrchestratorConfig, "buffer.env-ratios=0", "buffer.env_ratios.0: should be a finite number above 0"),
-        # In other trainers a norm of 0 means no clipping: here every gradient would be 0.
-        (SFTConfig, "optim.max-norm=0", "optim.max-norm: should be a finite number above 0"),
         (OrchestratorConfig, "buffer.env-ratios=1,2", "buffer.env_ratios has 2 entries for 1 environments"),
         (OrchestratorConfig, "buffer.skip-verification buffer.hard-threshold=0", "hard_threshold need them"),
         (
@@ -294,6 +292,13 @@ def test_loading_warns_of_nothing_without_a_reason() -> None:
         for load in (trainer, sft, orchestrator):
             load()
     assert caught == []
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_a_gradient_norm_of_0_which_turns_clipping_off_elsewhere_is_a_warning(kind: str) -> None:
+    for load in (trainer, sft):
+        with pytest.warns(ConfigWarning, match=r"optim\.max_norm = 0 makes every gradient 0"):
+            load(f"--optim.type={kind}", "--optim.max-norm=0")
 
 
 def test_sft_takes_its_sequence_length_under_either_name() -> None:

@@ -1,13 +1,14 @@
 """Optimizers and learning rate schedules of the RL and the SFT trainer."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.ranges import Decay, Fraction, LearningRate, WholeNumber
-from prime_rl.utils.pydantic_config import BaseConfig, derive
+from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive
 
 DEFAULT_WARMUP_STEPS = 10
 
@@ -109,8 +110,15 @@ class BaseOptimizerConfig(BaseConfig):
     weight_decay: float = Field(0.01, ge=0, le=100)
     """Weight decay."""
 
-    max_norm: float = Field(1.0, gt=0)
+    max_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm. Larger gradients are scaled down to it; 1e9 leaves them as they are."""
+
+    @model_validator(mode="after")
+    def _check_max_norm(self) -> Self:
+        if self.max_norm == 0:
+            text = "optim.max_norm = 0 makes every gradient 0, so that nothing is trained; 1e9 turns clipping off"
+            warnings.warn(text, ConfigWarning, stacklevel=2)
+        return self
 
 
 class SGDConfig(BaseOptimizerConfig):
