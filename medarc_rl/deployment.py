@@ -38,7 +38,7 @@ class GpuSplit:
         """Raises UsageError if a node does not have enough GPUs."""
         if self.single_gpu:
             if (self.train, self.infer) != (1, 1):
-                raise UsageError(f"one GPU cannot be {self.train} that train and {self.infer} that serve")
+                raise UsageError(f"one GPU is shared for training and inference, not {self.train} and {self.infer}")
         elif self.train > MOST_TRAIN_GPUS:
             raise UsageError(f"--train-gpus {self.train}: the trainer takes 1 to {MOST_TRAIN_GPUS} GPUs of one node")
         elif self.total > NODE_GPUS:
