@@ -166,6 +166,19 @@ def test_what_is_there_is_not_done_again(command: Command, server_url: str, weig
     )
 
 
+def test_answers_of_a_checkpoint_end_where_its_own_generation_config_says(
+    command: Command, server_url: str, weights_dir: Path, tmp_path: Path
+) -> None:
+    """As after SFT of a base model: the server has been started with the base, which stops at another token."""
+    own = tmp_path / "weights"
+    shutil.copytree(weights_dir / "step_1", own / "step_1")
+    (own / "step_1" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(128))}))
+    options = ("--client.base-url", server_url, "--weights-dir", own, "--num-examples", 2)
+    assert command.run(*options).returncode == 0
+    lengths = {(each["step"], each["completion_tokens"]) for each in command.results}
+    assert lengths == {(0, 8), (1, 1)}
+
+
 def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: str, weights_dir: Path) -> None:
     options = ["--client.base-url", server_url, "--weights-dir", weights_dir, "--steps", 2, "--max-concurrent", 1]
     argv = command.argv(*options, "--rollouts-per-example", 2)

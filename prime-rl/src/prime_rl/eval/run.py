@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.orchestrator import EvalSamplingConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
@@ -149,12 +151,13 @@ class Evaluation:
         started_s = time.perf_counter()
         if missing:
             try:
+                sampling = sampling_of(candidate, self.config.sampling)
                 await self._load(candidate)
             except InferenceFault as fault:
                 self._fail(f"{candidate}: {fault}")
                 return
             outcomes = await run_attempts(
-                [self._attempt(key) for key in missing],
+                [self._attempt(key, sampling) for key in missing],
                 self.pool,
                 candidate.step,
                 self.config.max_concurrent or UNLIMITED,
@@ -173,13 +176,13 @@ class Evaluation:
             if not cannot or candidate.weights is not None:
                 raise
 
-    def _attempt(self, key: Key) -> Attempt:
+    def _attempt(self, key: Key, sampling: EvalSamplingConfig) -> Attempt:
         (of_env,) = [each for each in self.sets if each.name == key.env]
         example = ExampleRef(key.env, key.example)
         return Attempt(
             Recorded(of_env.environment, key, self.results),
             example,
-            eval_sampling_args(self.config.sampling, example, key.rollout),
+            eval_sampling_args(sampling, example, key.rollout),
             max_retries=of_env.max_retries,
         )
 
@@ -212,6 +215,26 @@ class Evaluation:
     def _fail(self, line: str) -> None:
         get_logger().error(line)
         self.failures.append(line)
+
+
+def sampling_of(candidate: Candidate, sampling: EvalSamplingConfig) -> EvalSamplingConfig:
+    """`sampling`, with stops at the tokens that end an answer of these weights, by their `generation_config.json`.
+
+    A server stops at those of the model that it was started with. SFT of a base model teaches it another one.
+
+    Raises:
+        InferenceFault: the file is damaged.
+    """
+    file = None if candidate.weights is None else candidate.weights / "generation_config.json"
+    if file is None or not file.is_file() or sampling.extra_body.get("ignore_eos"):
+        return sampling
+    try:
+        listed = json.loads(file.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InferenceFault(f"{file} cannot be read: {error}") from error
+    ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    stops = [*sampling.extra_body.get("stop_token_ids", []), *ends]
+    return sampling.model_copy(update={"extra_body": {**sampling.extra_body, "stop_token_ids": stops}})
 
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
