@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prime_rl.transport.errors import TransportError
+from prime_rl.utils.waiting import REMIND_EVERY_S, Wait
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _GROUP_INFO = "info"
@@ -145,11 +146,16 @@ class WeightGroup:
         # torch's stub omits the backend's methods.
         work = self._backend.broadcast([tensor], options)  # type: ignore[union-attr]
         # NCCL's `wait` marks work that is late as failed, and its watchdog then ends the process before we can say why.
-        limit_s = self._timeout.total_seconds()
-        end_s = time.monotonic() + limit_s
+        wait = Wait(
+            "the trainer and each inference server to take part in a broadcast of weights",
+            "see in their logs which one does not go on",
+            self._timeout.total_seconds(),
+            "weight_broadcast.timeout",
+            quiet_s=REMIND_EVERY_S,
+        )
         while not work.is_completed():
-            if time.monotonic() >= end_s:
-                raise TimeoutError(f"not every process took part within {limit_s:g} s (weight_broadcast.timeout)")
+            if wait.is_over():
+                raise TimeoutError(wait.fault)
             time.sleep(_POLL_S)
         # Raises the error of work that failed.
         work.wait(self._timeout)
