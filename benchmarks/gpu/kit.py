@@ -87,9 +87,9 @@ def main() -> int:
 
 
 def share_s(parts: Sequence[Part], left_s: float) -> float:
-    """How long the first of the parts that are left may run: up to its limit, or its share of too little time.
+    """How long the first of `parts` may run: up to its limit, or its share if the time is too short for all limits.
 
-    So the last parts get some time too, and what an early one leaves goes to those after it.
+    So the last parts get some time too, and what a part does not use goes to the parts after it.
     """
     first = 60 * parts[0].limit_min
     return min(first, left_s * first / sum(60 * part.limit_min for part in parts))

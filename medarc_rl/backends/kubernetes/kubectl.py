@@ -83,7 +83,7 @@ class Kubectl:
 
 
 def current_context() -> str | None:
-    """The context that kubectl takes by itself now; None if there is none, as in a pod."""
+    """kubectl's current context; None if it has none, as in a pod."""
     try:
         answer = ask(["kubectl", "config", "current-context"], _LIMIT_S)
     except NoAnswer:

@@ -33,6 +33,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _GROUP_INFO = "info"
 _BACKLOG = 1024
 _POLL_S = 2e-4
+"""Short next to a broadcast, which takes milliseconds."""
 NCCL_LATER_S = 60.0
 """Seconds by which NCCL's own limit is later than ours. At its limit, torch's watchdog ends the process at once."""
 SENDER = 0

@@ -119,7 +119,7 @@ class ChatChannel:
         return Answer(answer, started_s, ended_s=time.time())
 
     def completion_of(self, path: str, answer: Answer) -> ChatReply:
-        """The chat completion in a reply. Raises UnreadableAnswer if it is none."""
+        """Decode a reply as a chat completion. Raises UnreadableAnswer if it is not one."""
         with self._named(path, answer):
             return decode_chat_reply(answer.body, answer.started_s, answer.ended_s)
 

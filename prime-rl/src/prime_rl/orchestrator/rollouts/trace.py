@@ -59,7 +59,7 @@ class Prompt:
     added: list[int]
     """Its tokens after those of `earlier`."""
     mask: list[bool] | None = None
-    """Which of all its tokens may be trained on. None: none of them."""
+    """Which of its tokens may be trained on; None if none may."""
     earlier: ModelCall | None = field(default=None, repr=False)
     shared: int = 0
     """Number of tokens of `earlier`."""

@@ -27,7 +27,7 @@ class Best:
 
     @classmethod
     def read(cls, path: Path) -> Best | None:
-        """The record at `path`, or None if there is none.
+        """Read the record at `path`. None if the file does not exist.
 
         Raises:
             CheckpointError: the record is damaged.

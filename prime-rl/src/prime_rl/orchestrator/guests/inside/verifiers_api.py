@@ -31,7 +31,7 @@ class Served:
         attributes = start["attributes"]
         try:
             self.env = vf.load_environment(start["module"], **start["args"])
-        except Exception as error:
+        except Exception as error:  # an environment's own code may raise anything
             if (words := wrong_type(error)) is not None:
                 raise TypeError(words) from error
             raise
