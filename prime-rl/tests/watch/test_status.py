@@ -48,24 +48,25 @@ def test_the_page_of_a_running_run_says_where_it_is_and_what_can_be_done(run: Ru
     assert "--resume" not in page
 
 
-def test_the_page_of_a_stopped_run_says_how_to_continue(run: RunFolder) -> None:
-    run.attempt("stopped", "stopped by Ctrl-C")
+def page_of_ended(run: RunFolder, result: str, message: str) -> str:
+    run.attempt(result, message)
     (run.paths.root / "run.lock").unlink()
     status_of(run).look()
     page = run.paths.status.read_text()
+    assert f"Why it ended: `{message}`" in page
+    return page
+
+
+def test_the_page_of_a_stopped_run_says_how_to_continue(run: RunFolder) -> None:
+    page = page_of_ended(run, "stopped", "stopped by Ctrl-C")
     assert page.startswith("# `demo`: rl, stopped, step 0 (1/10)\n")
-    assert "Why it ended: `stopped by Ctrl-C`" in page
     assert "```bash\nrl @ x.toml --resume latest\n```" in page
     assert "kill" not in page
 
 
 def test_the_page_of_a_refused_run_advises_nothing_that_would_be_refused_again(run: RunFolder) -> None:
-    run.attempt("refused", "trainer: the data changed")
-    (run.paths.root / "run.lock").unlink()
-    status_of(run).look()
-    page = run.paths.status.read_text()
+    page = page_of_ended(run, "refused", "trainer: the data changed")
     assert page.startswith("# `demo`: rl, failed, step 0 (1/10)\n")
-    assert "Why it ended: `trainer: the data changed`" in page
     assert "--resume" not in page
 
 
