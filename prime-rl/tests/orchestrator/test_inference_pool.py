@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
-from prime_rl.orchestrator.rollouts.connections import Connections
+from prime_rl.orchestrator.rollouts.connections import KEEPALIVE_S, Connections
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
@@ -352,9 +353,9 @@ class Echo:
         self.connections: list[asyncio.StreamWriter] = []
         self._on_call = on_call
 
-    async def start(self) -> int:
+    async def start(self, host: str = "127.0.0.1") -> int:
         """Returns the port."""
-        self._server = await asyncio.start_server(self._answer_all, "127.0.0.1")
+        self._server = await asyncio.start_server(self._answer_all, host)
         return self._server.sockets[0].getsockname()[1]
 
     async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -388,24 +389,31 @@ async def test_calls_beyond_the_connections_to_a_server_wait_and_are_all_answere
     server.close()
 
 
-def open_connections_to(ports: Collection[int]) -> int:
-    """Open sockets that are connected to one of these ports, from the kernel's table. Closed ones have no inode."""
+def open_connections_to(host: str) -> int:
+    """Open sockets of this process that are connected to an IPv4 address, from the kernel's tables."""
     rows = [row.split() for row in Path("/proc/self/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
-    return sum(int(row[2].partition(":")[2], 16) in ports and row[9] != "0" for row in rows)
+    address = socket.inet_aton(host)[::-1].hex().upper()
+    connected = {f"socket:[{row[9]}]" for row in rows if row[2].startswith(address)}
+    mine = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the folder
+            mine.add(str(descriptor.readlink()))
+    return len(connected & mine)
 
 
-async def test_connections_to_all_servers_together_stay_within_the_limit_used_or_idle() -> None:
-    most_open, ports = 0, set()
+@pytest.mark.parametrize("keepalive_s", [KEEPALIVE_S, 0.0001], ids=["kept-idle", "idle-for-too-long"])
+async def test_connections_to_all_servers_together_stay_within_the_limit(keepalive_s: float) -> None:
+    host = "127.0.0.7"  # of this test alone
+    most_open = 0
 
     def count() -> None:
         nonlocal most_open
-        most_open = max(most_open, open_connections_to(ports))
+        most_open = max(most_open, open_connections_to(host))
 
     servers = [Echo(count) for _ in range(6)]
-    shared, channels = Connections(total=8), []
+    shared, channels = Connections(8, keepalive_s), []
     for server in servers:
-        ports.add(port := await server.start())
-        channels.append(ChatChannel(f"http://127.0.0.1:{port}", {}, 3600, max_retries=0))
+        channels.append(ChatChannel(f"http://{host}:{await server.start(host)}", {}, 3600, max_retries=0))
         channels[-1].connections = shared
     assert await numbers_from(channels, 60) == list(range(60))
     for channel in channels:
@@ -415,7 +423,7 @@ async def test_connections_to_all_servers_together_stay_within_the_limit_used_or
     for channel, server in zip(channels, servers, strict=True):
         await channel.close()
         server.close()
-    assert open_connections_to(ports) == 0
+    assert open_connections_to(host) == 0
 
 
 async def test_connections_outlast_a_channel_that_is_closed_while_others_use_them() -> None:

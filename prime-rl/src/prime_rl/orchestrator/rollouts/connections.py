@@ -27,8 +27,9 @@ several processes may call it."""
 class Connections:
     """The connector that all channels of an event loop share. It is open while at least one channel uses it."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, keepalive_s: float = KEEPALIVE_S) -> None:
         self.total = total
+        self._keepalive_s = keepalive_s
         self._room = asyncio.Semaphore(total)
         self._connector: _Connector | None = None
         self._users = 0
@@ -51,7 +52,7 @@ class Connections:
     def enter(self) -> aiohttp.TCPConnector:
         """The connector, for one more channel. `leave` ends its use."""
         if self._connector is None:
-            self._connector = _Connector(self.total)
+            self._connector = _Connector(self.total, self._keepalive_s)
         self._users += 1
         return self._connector
 
@@ -98,12 +99,11 @@ class _Connector(aiohttp.TCPConnector):
     open files too.
     """
 
-    def __init__(self, total: int) -> None:
-        super().__init__(limit=0, keepalive_timeout=KEEPALIVE_S, resolver=ServerNames())
+    def __init__(self, total: int, keepalive_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_s, resolver=ServerNames())
         self._total = total
 
     async def _create_connection(self, *args: Any) -> ResponseHandler:
-        closing = False
         # The new connection is among those that are in use.
         while self._conns and len(self._acquired) + sum(map(len, self._conns.values())) > self._total:
             key = min(self._conns, key=lambda each: self._conns[each][0][1])
@@ -111,8 +111,6 @@ class _Connector(aiohttp.TCPConnector):
             if not self._conns[key]:
                 del self._conns[key]
             idle.close()
-            closing = True
-        if closing:
-            # Their files are closed in the next iteration of the event loop.
-            await asyncio.sleep(0)
+        # aiohttp closes others too, which were idle for too long. Their files are closed in the loop's next iteration.
+        await asyncio.sleep(0)
         return await super()._create_connection(*args)
