@@ -1,4 +1,4 @@
-"""Models that bring their own code (`trust_remote_code`) train in training mode, also without dropout."""
+"""Models that bring their own code (`trust_remote_code`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig
 
-from prime_rl.configs.trainer import DebugModelConfig, ModelConfig
+from prime_rl.configs.trainer import DebugModelConfig, ModelConfig, WeightCheckpointConfig
+from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
@@ -20,6 +23,10 @@ class OwnConfig(LlamaConfig):
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
+
+    @classmethod
+    def can_generate(cls):
+        return False
 """
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,6 +44,15 @@ def config_of(directory: Path, attention_dropout: float) -> ModelConfig:
 def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers copies the code of models there."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def test_its_export_has_a_generation_config_though_transformers_gives_it_none(
+    tmp_path: Path, tiny_model_dir: Path, mesh: Mesh
+) -> None:
+    model = setup_model(config_of(tmp_path, attention_dropout=0.0), mesh)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    export_model(model, tokenizer, tmp_path / "export", WeightCheckpointConfig(), torch.float32)
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == model.config.eos_token_id
 
 
 def test_its_code_may_compute_gradients_in_training_mode_alone(tmp_path: Path, mesh: Mesh) -> None:

@@ -205,10 +205,18 @@ def test_the_time_of_a_checkpoint_that_is_both_the_best_and_due_is_reported(
     assert [step["time/save_ckpt"] > 0 for step in steps] == [False, True]
 
 
-def test_two_processes_train_like_one(
-    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+def test_two_processes_train_like_one_and_export_how_the_base_model_generates(
+    base: dict[str, Any],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    assert_two_processes_train_like_one: Callable[[SFTConfig], None],
 ) -> None:
-    assert_two_processes_train_like_one(SFTConfig(**{**base, "output_dir": tmp_path}))
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2, 50], "top_k": 7}))
+    out = tmp_path / "out"
+    assert_two_processes_train_like_one(SFTConfig(**{**base, "model": {"name": str(model)}, "output_dir": out}))
+    exported = GenerationConfig.from_pretrained(RunPaths(out / "straight").weight(6))
+    assert (exported.eos_token_id, exported.top_k) == ([0, 2, 50], 7)
 
 
 def test_exported_weights_stop_at_the_token_that_ends_the_answers(

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -107,6 +108,7 @@ def setup_model(
     _shard(model, config, mesh)
     if process.world_size > 1:
         _scatter_weights(full, model, home, process)
+    model.generation_config = _generation_config(model if full is None else full)
     keep_gradients(model, process)
     enable_scoring(model)
     # With compilation, every combination of sequence lengths would need its own graph.
@@ -291,6 +293,15 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)
+
+
+def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:
+    """Exported with the model. It is read together with the weights, so that only the `loaded` model has it.
+
+    A model that brings its own code may have none.
+    """
+    own = getattr(loaded, "generation_config", None)
+    return own or GenerationConfig.from_model_config(loaded.config)
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
