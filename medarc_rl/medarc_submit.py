@@ -163,18 +163,18 @@ def submit(request: Request) -> int:
         return 0
     if prepared.run_here is not None:
         return prepared.run_here()
-    job_id = chosen.submit(prepared)
+    submitted = chosen.submit(prepared)
     record = JobRecord(
         name=prepared.name,
         backend=options.to,
-        id=job_id,
+        id=submitted.id,
         kind=request.kind,
         config=request.config,
         output=prepared.output,
-        details=prepared.details,
+        details={**prepared.details, **submitted.details},
         **circumstances("medarc_submit"),
     )
-    say(f"submitted to {options.to}: {job_id}")
+    say(f"submitted to {options.to}: {submitted.id}")
     is_recorded = record_job(record)
     if not options.wait:
         return 0

@@ -92,7 +92,7 @@ def submitted(directory: Path, config: str, program: str) -> JobRecord:
         argv=(sys.executable, "-c", program),
         config=out / "ray" / "config.toml",
     )
-    texts = {"id": RayJobs().submit(prepared), "kind": "sft", "config": str(file), "output": str(out)}
+    texts = {"id": RayJobs().submit(prepared).id, "kind": "sft", "config": str(file), "output": str(out)}
     return JobRecord(**{"name": "job", "backend": "ray", **texts, **circumstances("medarc_submit"), "details": details})
 
 

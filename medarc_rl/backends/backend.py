@@ -66,6 +66,16 @@ class Prepared:
     """Whether `--wait` prints the job's output as it comes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job that a back-end has taken."""
+
+    id: str
+    """How the back-end calls it."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """For the job log, besides those of `Prepared`: what was not known before. No secret."""
+
+
 PreparedT = TypeVar("PreparedT", bound=Prepared)
 
 
@@ -100,6 +110,6 @@ class Backend(Tracker, Protocol[PreparedT]):
         """
         ...
 
-    def submit(self, prepared: PreparedT) -> str:
-        """Send a job. Returns how the back-end calls it. Raises MedarcError if the back-end refuses it."""
+    def submit(self, prepared: PreparedT) -> Submitted:
+        """Send a job. Raises MedarcError if the back-end refuses it."""
         ...

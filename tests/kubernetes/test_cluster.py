@@ -110,7 +110,7 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
     assert len(kubectl.calls) == 5, "a dry run calls nobody"
     record = JobLog.of_user().find("rt")
     assert (record.id, record.output) == ("jobset/rt", "runs:/output/rt")
-    assert record.details == {"namespace": "ml", "context": "lab", "resource": "jobset"}
+    assert record.details == {"namespace": "ml", "context": "lab", "resource": "jobset", "uid": "u-1"}
 
 
 @pytest.mark.parametrize(

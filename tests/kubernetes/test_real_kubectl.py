@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -45,6 +46,10 @@ def jobs(*words: str) -> Result:
     return CliRunner().invoke(medarc_jobs.app, list(words))
 
 
+def without_uid(table: dict[str, Any]) -> dict[str, Any]:
+    return {**table, "metadata": {key: value for key, value in table["metadata"].items() if key != "uid"}}
+
+
 def test_a_job_from_its_submission_to_its_end(cluster: SmallCluster, sft_toml: Path) -> None:
     result = submit(sft_toml)
     assert result.exit_code == 0, result.output
@@ -52,9 +57,8 @@ def test_a_job_from_its_submission_to_its_end(cluster: SmallCluster, sft_toml: P
     printed = list(yaml.safe_load_all(submit(sft_toml, "--dry-run").stdout))
     config, jobset = cluster.objects[CONFIG_MAP], cluster.objects[JOBSET]
     (owner,) = config["metadata"].pop("ownerReferences")
-    assert (owner["kind"], owner["uid"]) == ("JobSet", jobset["metadata"].pop("uid"))
-    del config["metadata"]["uid"]
-    assert [config, jobset] == printed
+    assert (owner["kind"], owner["uid"]) == ("JobSet", jobset["metadata"]["uid"])
+    assert [without_uid(config), without_uid(jobset)] == printed
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -78,6 +82,23 @@ def test_cancelling_removes_the_job_and_its_config(cluster: SmallCluster, sft_to
     result = jobs("cancel", "rt")
     assert (result.exit_code, cluster.objects) == (0, {}), result.output
     assert jobs("wait", "rt").exit_code == 3
+
+
+def test_a_job_that_has_the_name_of_a_deleted_one_is_neither_shown_nor_cancelled_in_its_place(
+    cluster: SmallCluster, sft_toml: Path
+) -> None:
+    submit(sft_toml)
+    another = cluster.objects[JOBSET]
+    another["metadata"]["uid"] = "of another submission"
+    (found,) = json.loads(jobs("status", "rt", "--json").stdout)
+    assert (found["state"], found["detail"]) == (
+        "unknown",
+        "the cluster has another job of this name: this one was deleted",
+    )
+    for word in ("logs", "cancel"):
+        result = jobs(word, "rt")
+        assert (result.exit_code, "this one was deleted" in result.stderr) == (1, True), result.output
+    assert cluster.objects[JOBSET] is another
 
 
 def test_a_cluster_that_cannot_be_reached_is_one_line(cluster: SmallCluster, sft_toml: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medarc_rl.backends.backend import Prepared, Request
+from medarc_rl.backends.backend import Prepared, Request, Submitted
 from medarc_rl.backends.kubernetes.kubectl import Kubectl, NotFound, current_context
 from medarc_rl.backends.kubernetes.manifest import CONTAINER, JOB_LABEL, ClusterJob, Table, config_map, jobset
 from medarc_rl.backends.kubernetes.pod_logs import PodLog, is_over
@@ -80,7 +80,7 @@ class Kubernetes:
             resource=resource,
         )
 
-    def submit(self, prepared: PreparedManifest) -> str:
+    def submit(self, prepared: PreparedManifest) -> Submitted:
         """Send the manifest, which the cluster first checks as a whole without keeping any of it."""
         kubectl = prepared.kubectl
         # Another one's ConfigMap of this name would be changed, and be deleted with the job.
@@ -95,20 +95,21 @@ class Kubernetes:
         apply = ("apply", "--server-side", f"--field-manager={MANAGER}", "--filename=-")
         kubectl.run(*apply, "--dry-run=server", stdin=prepared.text)
         kubectl.run(*apply, stdin=prepared.text)
+        details = {}
         try:
-            _give_to_job(kubectl, prepared)
+            details["uid"] = _give_to_job(kubectl, prepared)
         except MedarcError as error:
             warn(f"the config of {prepared.name} stays in the cluster when the job is deleted: {error}")
-        return f"{prepared.resource}/{prepared.name}"
+        return Submitted(f"{prepared.resource}/{prepared.name}", details)
 
     def status(self, record: JobRecord) -> Status:
-        kubectl, resource = _kubectl(record), record.details.get("resource", "jobset")
+        kubectl = _kubectl(record)
         try:
-            shown = kubectl.get(resource, _name(record))
-        except NotFound:
-            return Status("unknown", "the cluster has no such job: it was deleted")
+            shown = _shown(kubectl, record)
+        except NotFound as error:
+            return Status("unknown", str(error))
         pods = _pods(kubectl, record)
-        if resource != "rayjob":
+        if _resource(record) != "rayjob":
             return jobset_status(shown, pods)
         found = rayjob_status(shown, pods)
         return found if found.state != "cancelled" else _refusal(kubectl, pods) or found
@@ -119,13 +120,16 @@ class Kubernetes:
         while True:
             # Asked first: a pod that ends between the two looks has begun before the second one.
             found = self.status(record)
-            for pod in _talking(_pods(kubectl, record)):
+            # Of a job that was deleted, pods with its name may be another's.
+            pods = [] if found.state == "unknown" else _pods(kubectl, record)
+            for pod in _talking(pods):
                 name = pod["metadata"]["name"]
                 if name not in shown:
                     shown.add(name)
                     yield from self._output(record, pod, follow)
             if not follow and not shown:
-                raise MedarcError(f"no output yet: the job is {found.state}{f': {found.detail}' * bool(found.detail)}")
+                yet = " yet" if found.state in ("queued", "running") else ""
+                raise MedarcError(f"no output{yet}: the job is {found.state}{f': {found.detail}' * bool(found.detail)}")
             if not follow or found.state not in ("queued", "running"):
                 return
             self._pause(_LOOK_EVERY_S)
@@ -139,8 +143,8 @@ class Kubernetes:
 
     def cancel(self, record: JobRecord) -> None:
         """Delete the job and what belongs to it. Its pods get SIGTERM, and save."""
-        kubectl, name = _kubectl(record), _name(record)
-        resource = record.details.get("resource", "jobset")
+        kubectl, name, resource = _kubectl(record), _name(record), _resource(record)
+        _shown(kubectl, record)
         kubectl.run("delete", resource, name, "--wait=false")
         kubectl.run("delete", _rest(resource), f"--selector={JOB_LABEL}={name}", "--wait=false", "--ignore-not-found")
 
@@ -159,17 +163,21 @@ def _rest(resource: str) -> str:
     return "configmap,networkpolicy" if resource == "rayjob" else "configmap"
 
 
-def _give_to_job(kubectl: Kubectl, prepared: PreparedManifest) -> None:
-    """Make the job the owner of its other objects, so that they are deleted with it, also after `--keep` seconds."""
+def _give_to_job(kubectl: Kubectl, prepared: PreparedManifest) -> str:
+    """Make the job the owner of its other objects, so that they are deleted with it, also after `--keep` seconds.
+
+    Returns its uid.
+    """
     job = kubectl.get(prepared.resource, prepared.name)
     try:
-        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": prepared.name}
-        owner["uid"] = job["metadata"]["uid"]
+        uid = str(job["metadata"]["uid"])
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": prepared.name, "uid": uid}
     except (KeyError, TypeError) as error:
         raise MedarcError("the cluster's answer has no uid") from error
     change = json.dumps({"metadata": {"ownerReferences": [owner]}})
     for kind in _rest(prepared.resource).split(","):
         kubectl.run("patch", kind, prepared.name, "--type=merge", f"--patch={change}")
+    return uid
 
 
 def _kubectl(record: JobRecord) -> Kubectl:
@@ -178,6 +186,22 @@ def _kubectl(record: JobRecord) -> Kubectl:
 
 def _name(record: JobRecord) -> str:
     return record.id.rpartition("/")[2]
+
+
+def _resource(record: JobRecord) -> str:
+    return record.details.get("resource", "jobset")
+
+
+def _shown(kubectl: Kubectl, record: JobRecord) -> Table:
+    """A job, as the cluster shows it. Raises NotFound if it was deleted, also if another one has its name now."""
+    try:
+        shown: Table = kubectl.get(_resource(record), _name(record))
+    except NotFound as error:
+        raise NotFound("the cluster has no such job: it was deleted") from error
+    own, found = record.details.get("uid"), (shown.get("metadata") or {}).get("uid")
+    if own and found != own:
+        raise NotFound("the cluster has another job of this name: this one was deleted")
+    return shown
 
 
 def _pods(kubectl: Kubectl, record: JobRecord) -> list[Table]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from medarc_rl.backends.backend import Prepared, Request
+from medarc_rl.backends.backend import Prepared, Request, Submitted
 from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.backends.ray.demands import device_of, gpus_of
 from medarc_rl.cli import warn
@@ -102,7 +102,7 @@ class RayJobs:
             config=config,
         )
 
-    def submit(self, prepared: RayPrepared) -> str:
+    def submit(self, prepared: RayPrepared) -> Submitted:
         run, details = prepared.run, prepared.details
         component = CONFIGS.get(prepared.kind, prepared.kind)
         with (
@@ -128,7 +128,7 @@ class RayJobs:
         # Until it is waited for, a driver that was killed looks alive to `--wait`.
         Thread(target=driver.wait, name="driver", daemon=True).start()
         leader = Leader.of(driver.pid)
-        return f"{leader.pid}.{leader.started_ticks}.{leader.boot}"
+        return Submitted(f"{leader.pid}.{leader.started_ticks}.{leader.boot}")
 
     def status(self, record: JobRecord) -> Status:
         end = Path(record.details.get("end", ""))

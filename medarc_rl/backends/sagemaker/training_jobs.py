@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.backends.backend import Request
+from medarc_rl.backends.backend import Request, Submitted
 from medarc_rl.backends.sagemaker.aws_calls import Aws, AwsError, Patience, calling
 from medarc_rl.backends.sagemaker.images import build_and_push
 from medarc_rl.backends.sagemaker.job_logs import JobLogs, described, followed, status_of
@@ -32,7 +32,7 @@ class SageMaker:
     def prepare(self, request: Request) -> PreparedTraining:
         return prepared_training(request)
 
-    def submit(self, prepared: PreparedTraining) -> str:
+    def submit(self, prepared: PreparedTraining) -> Submitted:
         """Build and push the image, upload the project's files, create the job.
 
         Raises:
@@ -53,7 +53,7 @@ class SageMaker:
                 raise MedarcError("the project's files changed while they were checked; submit again")
             _upload(aws, job, bundle.path)
         try:
-            return _created(aws.client("sagemaker"), job)
+            return Submitted(_created(aws.client("sagemaker"), job))
         except AwsError as error:
             raise AwsError(
                 f"{error}; no job was made; its files stay at {job.places.archive.uri}", error.code
