@@ -181,6 +181,7 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--output-claim", "Runs", "--output-claim 'Runs'"),
         ("--output-dir", "/data/x", "--output-dir '/data/x': name a directory in the claim"),
         ("--output-dir", "../x", "--output-dir '../x'"),
+        ("--output-dir", "ä" * 128, f"--output-dir '{'ä' * 128}': each name in it has at most 255 bytes"),
         ("--output-dir", "s3://x", "output directory s3://x: a bucket's name has 3 to 63"),
         ("--output-dir", "gs://bucket/x", "--output-dir 'gs://bucket/x': name a directory in the claim"),
         ("--queue", "q" * 64, f"--queue '{'q' * 64}': 1 to 63 lower-case letters"),
@@ -322,6 +323,13 @@ def test_what_the_pod_would_refuse_is_refused_here(
     config.write_text({"sft": SFT, "rl": RL}[kind])
     (line,) = errors(kind, config, "--image", IMAGE, "--output-claim", "runs", *words)
     assert line.startswith(fault)
+
+
+@pytest.mark.parametrize("output", ["a b", "it's", "$HOME", "$(id)", "`id`", "a;id", "s3://bucket/a b"])
+def test_a_ray_jobs_command_holds_nothing_that_a_shell_would_read(output: str, sft_toml: Path) -> None:
+    given = ("--image", IMAGE, "--output-claim", "runs", "--output-dir", output)
+    (line,) = errors("sft", sft_toml, *given, "--engine", "ray")
+    assert line.startswith(f"--output-dir {output!r}: a RayJob gives it to shells")
 
 
 @pytest.mark.parametrize("word", ["WANDB_API_KEY=abc", "NOTE=hf_abcdefghijklmnopqrstuv"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,7 @@ MAX_CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, its own metadata included."""
 RAY_ENTRY = "medarc_rl.backends.ray.driver"
 """What a RayJob runs on the head of its cluster."""
+MAX_FILE_NAME_BYTES = 255
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 
 
@@ -131,6 +133,10 @@ def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str
         )
     if options.retries and (request.resume or "").isdigit():
         yield f"--resume {request.resume}: each retry would go back to step {request.resume}; add --retries 0"
+    output = request.output_dir or ""
+    if output and uses_ray(request, options) and shlex.quote(output) != output:
+        # Some versions of KubeRay take quotes off.
+        yield f"--output-dir {output!r}: a RayJob gives it to shells: write only letters, digits and @%+=:,./_-"
     if uses_ray(request, options) and request.kind == "eval":
         yield "--engine ray: an evaluation runs on one node, with --engine jobset"
 
@@ -157,6 +163,8 @@ def _output(request: Request, options: KubernetesOptions, name: str, faults: lis
             f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod, or s3://BUCKET/PREFIX"
         )
         path = PurePosixPath(OUTPUT_DIR, "run")
+    if any(len(part.encode()) > MAX_FILE_NAME_BYTES for part in path.parts):
+        faults.append(f"--output-dir {given!r}: each name in it has at most {MAX_FILE_NAME_BYTES} bytes")
     return str(path), str(path)
 
 
