@@ -115,12 +115,11 @@ def test_what_a_game_says_reaches_no_terminal_and_is_cut() -> None:
         ("raise", "played_games:Echo-v0 raised ValueError: two lines"),
         ("exit", r"played_games:Echo-v0 called sys.exit\(3\)"),
         ("die", "the process of played_games:Echo-v0 ended"),
-        ("hang", "played_games:Echo-v0 took longer than step_timeout_s = 1 s and was ended"),
         ("nan", "played_games:Echo-v0 gave the reward nan"),
     ],
 )
 def test_a_game_that_fails_costs_its_group_by_name_and_no_other_game(answer: str, fault: str) -> None:
-    settings = settings_of("gymnasium", game="played_games:Echo-v0", step_timeout_s=1.0)
+    settings = settings_of("gymnasium", game="played_games:Echo-v0", step_timeout_s=3600.0)
 
     async def run() -> None:
         async with games(settings, 2) as (bad, good):
@@ -128,6 +127,25 @@ def test_a_game_that_fails_costs_its_group_by_name_and_no_other_game(answer: str
             await good.reset(0, 0)
             with pytest.raises(GameError, match=f"^{fault}"):
                 await bad.act(answer)
+            assert (await good.act("a")).text.startswith("a 0.")
+
+    asyncio.run(run())
+
+
+def test_a_game_that_hangs_is_ended_by_name_and_no_other_game() -> None:
+    hurried, patient = (
+        settings_of("gymnasium", game="played_games:Echo-v0", step_timeout_s=limit_s) for limit_s in (1.0, 3600.0)
+    )
+
+    async def hang(game: Any) -> None:
+        await game.reset(0, 0)
+        await game.act("hang")
+
+    async def run() -> None:
+        async with games(hurried, 1) as (bad,), games(patient, 1) as (good,):
+            await good.reset(0, 0)
+            with pytest.raises(GameError, match="Echo-v0 took longer than step_timeout_s = 1 s and was ended"):
+                await hang(bad)
             assert (await good.act("a")).text.startswith("a 0.")
 
     asyncio.run(run())

@@ -270,7 +270,7 @@ async def test_a_retry_waits_for_the_rate_like_any_other_request(played: PlayedJ
         pytest.raises(openai.APIStatusError, match="within timeout_s = 2 s"),
     ):
         await ask(opened)
-    assert len(played.bodies) == 1
+    assert len(played.bodies) <= 1, "none where two seconds do not suffice for one"
 
 
 async def test_a_refused_request_is_the_environments_own_and_failures_may_be_tolerated(played: PlayedJudge) -> None:

@@ -158,7 +158,7 @@ async def test_a_foreign_process_starts_a_session_sets_its_reward_and_ends_it(pr
 async def test_an_abandoned_session_leaves_nothing_behind(proxy, pool) -> None:
     with proxy.sessions.opened(2, pool.servers[0], ARGS) as (taken, waiting):
         running = [asyncio.create_task(proxy.offers.run(each, {})) for each in (taken, waiting)]
-        offer = await proxy.offers.take(wait_s=60)
+        offer = await proxy.offers.take(wait_s=3600)
         assert offer is not None
         for task in running:
             task.cancel()

@@ -137,7 +137,7 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
             loaded.append(weight_dir)
 
     paths = OrchestratorPaths(tmp_path)
-    policy = Policy(paths, Receiver(), AsyncLimits(1), timeout_s=60.0)
+    policy = Policy(paths, Receiver(), AsyncLimits(1), timeout_s=3600.0)
     async with policy.pinned() as version:
         following = asyncio.create_task(policy.follow())
         with replacing_directory(paths.broadcast(1)):

@@ -98,7 +98,7 @@ def make_scheduler(
     tmp_path: Path, environment: Environment, pool: Pool | None = None, groups: int = 2, **limits: Any
 ) -> Scheduler:
     buffer = Buffer({"letters": 1000}, BufferConfig(), seed=0)
-    policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1), timeout_s=60.0)
+    policy = Policy(OrchestratorPaths(tmp_path), None, AsyncLimits(1), timeout_s=3600.0)
     sizes = SchedulerLimits(2, groups, **{"max_off_policy_steps": 8, **limits})
     return Scheduler({"letters": environment}, buffer, pool or Pool(Server()), policy, sizes)
 

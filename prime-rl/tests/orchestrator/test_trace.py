@@ -173,7 +173,7 @@ def test_a_prompt_keeps_the_mask_that_an_environment_gave_it() -> None:
 
 
 async def test_the_numbers_of_a_prompt_of_tokens_are_kept_once(policy_server) -> None:
-    channel = ChatChannel(policy_server.url, {}, timeout_s=10.0, max_retries=0)
+    channel = ChatChannel(policy_server.url, {}, timeout_s=3600, max_retries=0)
     body = {"messages": [{"role": "user", "content": "a"}], "tokens": [1001, 1002]}
     try:
         reply = await channel.post("/chat/completions/tokens", body=body)
@@ -185,7 +185,7 @@ async def test_the_numbers_of_a_prompt_of_tokens_are_kept_once(policy_server) ->
 @pytest.mark.parametrize("path", ["/chat/completions", "/chat/completions/tokens"])
 async def test_a_reply_that_is_no_completion_is_an_error_with_the_server_and_what_it_said(policy_server, path) -> None:
     policy_server.page = "<html>Bad gateway</html>"
-    channel = ChatChannel(policy_server.url, {}, timeout_s=10.0, max_retries=0)
+    channel = ChatChannel(policy_server.url, {}, timeout_s=3600, max_retries=0)
     try:
         with pytest.raises(ServerAnswered, match=f"{policy_server.url}{path} answered 200: .*<html>Bad gateway</html>"):
             await channel.post(path, body={"messages": [{"role": "user", "content": "a"}]})
