@@ -26,9 +26,10 @@ def invoke(*words: object):
 def test_a_dry_run_shows_the_command_and_writes_the_config(tmp_path: Path) -> None:
     result = invoke(EVAL_TOML, "--output-dir", tmp_path, "--dry-run")
     assert result.exit_code == 0, result.output
-    server, evaluator = result.stdout.splitlines()
-    assert f"inference @ {tmp_path}/configs/inference.toml" in server
-    assert f"-m prime_rl.eval.evaluate @ {tmp_path}/configs/eval.toml" in evaluator
+    every, server, evaluator = result.stdout.strip().split("\n\n")
+    assert every.startswith("# Every process\nexport ")
+    assert f"/inference @ {tmp_path}/configs/inference.toml" in server
+    assert f" -m prime_rl.eval.evaluate @ {tmp_path}/configs/eval.toml" in evaluator
     assert (tmp_path / "configs" / "eval.toml").is_file()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -107,8 +108,10 @@ def test_a_dry_run_shows_the_command_of_every_process(command: str, tmp_path: Pa
     gpus = ("--gpus", 2) if command == "sft" else ("--train-gpus", 2)
     result = run(command, toml, "--output-dir", tmp_path / "out", *gpus, "--device", "cpu", "--dry-run")
     assert result.exit_code == 0, result.output
-    shown = [line for line in result.stdout.splitlines() if f"-m prime_rl.trainer.{command}.train" in line]
-    assert ["RANK=0" in shown[0], "RANK=1" in shown[1], len(shown)] == [True, True, 2]
+    assert "WORLD_SIZE=2" in result.stdout
+    trainer = rf"^\S+ -m prime_rl\.trainer\.{command}\.train @ .*"
+    rank = "# trainer_rank_1: the same with LOCAL_RANK=1 RANK=1"
+    assert re.search(f"{trainer}\n{rank}$", result.stdout, re.MULTILINE)
     assert not (tmp_path / "out" / "logs").exists()
 
 

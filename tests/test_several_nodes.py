@@ -250,7 +250,8 @@ def test_a_node_has_one_agent_with_all_its_gpus_however_the_job_asks_for_them(
     where = ("--partition=pair", "--nodes=2")
     slurm.ask("sbatch", "--wait", *where, *asked, f"--output={log}", f"--wrap=exec {line}")
     all_of_a_node = ",".join(map(str, range(gpus)))
-    assert re.findall(r"^CUDA_VISIBLE_DEVICES=(\S+) ", log.read_text(), re.MULTILINE) == [all_of_a_node] * 2 * gpus
+    assert re.findall(r"^export CUDA_VISIBLE_DEVICES=(\S+)$", log.read_text(), re.MULTILINE) == [all_of_a_node]
+    assert len(re.findall(r"^# trainer", log.read_text(), re.MULTILINE)) == 2 * gpus
 
 
 def losses(out: Path) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import CannotStart
+from prime_rl.launch.job import Job
 from prime_rl.launch.programs import (
     RL_TRAINER,
     Programs,
@@ -47,9 +48,29 @@ def test_a_rank_is_told_what_torchrun_would_tell_it() -> None:
     assert spec.relays == {signal.SIGUSR1}
 
 
-def test_a_spec_can_be_read_as_a_command() -> None:
-    spec = inference_process(PATHS, "/venv/inference", {"NAME": "two words"}, ())
-    assert spec.describe() == ("NAME='two words' PYTHONUNBUFFERED=1 /venv/inference @ 'out dir/configs/inference.toml'")
+def test_a_job_can_be_read_as_commands_for_a_shell() -> None:
+    env = {"NAME": "two words", "WANDB_PROGRAM": "rl"}
+    server = inference_process(PATHS, "/venv/inference", env, ())
+    ranks = TrainerRanks(RL_TRAINER, PATHS.config("trainer"), 2, "/run/store").processes(PATHS, "/venv/python", env, ())
+    job = Job("rl", PATHS, (server, *ranks))
+    assert list(job.describe()) == [
+        "",
+        "# Every process",
+        "export NAME='two words'",
+        "export PYTHONUNBUFFERED=1",
+        "",
+        "# inference",
+        "/venv/inference @ 'out dir/configs/inference.toml'",
+        "",
+        "# trainer",
+        "LOCAL_RANK=0 \\",
+        "LOCAL_WORLD_SIZE=2 \\",
+        "PRIME_RL_STORE=/run/store \\",
+        "RANK=0 \\",
+        "WORLD_SIZE=2 \\",
+        "/venv/python -m prime_rl.trainer.rl.train @ 'out dir/configs/trainer.toml'",
+        "# trainer_rank_1: the same with LOCAL_RANK=1 RANK=1",
+    ]
 
 
 def test_programs_are_taken_from_the_interpreters_directory_before_the_path(

@@ -103,8 +103,37 @@ class Job:
         return {process.name: process for process in self.processes}[name]
 
     def describe(self) -> Iterator[str]:
-        """One line for each process: the command that starts it."""
-        return (process.describe() for process in self.processes)
+        """The commands that start the processes, as lines for a shell. Variables that all of them have come first."""
+        common = self._common_env()
+        if common:
+            yield ""
+            yield "# Every process"
+            yield from (f"export {each}" for each in _assignments(common))
+        first = None
+        for process in self.processes:
+            if first is not None and process.rank and process.argv == first.argv:
+                differs = dict(process.typed_env.items() - first.typed_env.items())
+                yield f"# {self._label(process)}: the same with {' '.join(_assignments(differs))}"
+                continue
+            first = process
+            yield ""
+            yield f"# {self._label(process)}"
+            own = {name: value for name, value in process.typed_env.items() if name not in common}
+            yield from (f"{each} \\" for each in _assignments(own))
+            yield shlex.join(process.argv)
+
+    def _common_env(self) -> dict[str, str]:
+        """Variables that have the same value in all processes. Nothing for a single one."""
+        first, *others = [process.typed_env for process in self.processes]
+        same = {name: value for name, value in first.items() if all(env.get(name) == value for env in others)}
+        return same if others else {}
+
+    def _label(self, process: ProcessSpec) -> str:
+        return f"{process.name} on {self.nodes[process.node]}" if self.nodes else process.name
+
+
+def _assignments(env: Mapping[str, str]) -> list[str]:
+    return [f"{name}={shlex.quote(env[name])}" for name in sorted(env)]
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:

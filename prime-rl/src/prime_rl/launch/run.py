@@ -188,7 +188,8 @@ def _launch(
             command.prepare_directory(config, paths, resume_step)
         write_configs(paths, job.configs)
         if config.dry_run:
-            sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *notes))
+            told = ["", *notes] if notes else []
+            sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *told))
             return 0
         if facts is not None:
             gpus = job.gpus if site.device == "cuda" else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,11 +56,10 @@ class ProcessSpec:
     relays: frozenset[signal.Signals] = frozenset()
     """Signals to the launcher that are forwarded to this child."""
 
-    def describe(self) -> str:
-        """The command as a person would type it, without the inherited environment."""
-        typed = sorted((name, value) for name, value in self.env.items() if not name.startswith(_RECORDED))
-        variables = [f"{name}={shlex.quote(value)}" for name, value in typed]
-        return " ".join([*variables, shlex.join(self.argv)])
+    @property
+    def typed_env(self) -> dict[str, str]:
+        """The variables that a person would type before the command, sorted by name."""
+        return {name: self.env[name] for name in sorted(self.env) if not name.startswith(_RECORDED)}
 
 
 @dataclass(frozen=True, slots=True)
