@@ -159,11 +159,15 @@ def leave_dropout_out(model: nn.Module) -> None:
     Such code may compute no gradients in evaluation mode, as DeepSeek's does in its experts. If it applies dropout by
     other means, the start check refuses it.
     """
-    brings_code = any(base.__module__.startswith("transformers_modules.") for base in type(model).__mro__)
-    model.train(brings_code)
+    model.train(own_code(model) is not None)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
+
+
+def own_code(model: nn.Module) -> type | None:
+    """The class that a model brought with it (`trust_remote_code`); None for those of Transformers."""
+    return next((each for each in type(model).__mro__ if each.__module__.startswith("transformers_modules.")), None)
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
