@@ -186,6 +186,14 @@ def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path,
         setup_model(config_of(tmp_path), mesh)
 
 
+def test_a_quantized_model_is_refused(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ModelError, match=r"^model\.name = .*: its weights are quantized \(fp8\)"):
+        setup_model(config_of(tmp_path), mesh)
+
+
 def test_the_chat_template_can_be_replaced_by_text_or_by_a_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ 'from a file' }}")
