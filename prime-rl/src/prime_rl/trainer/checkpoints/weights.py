@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -135,6 +135,7 @@ def write_export(
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
         save_code(model, model_config, scratch)
         model_config.save_pretrained(scratch)
+        _change_json(scratch / "config.json", add_older_keys)
         generation_config = copy.deepcopy(model.generation_config)
         generation_config.use_cache = True
         if generation_config.eos_token_id is None:
@@ -172,11 +173,40 @@ def save_code(model: PreTrainedModel, config: PretrainedConfig, directory: Path)
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write the files of a tokenizer. Its config names code only if the code is there, as for models."""
     tokenizer.save_pretrained(directory)
-    if type(tokenizer).__module__.startswith("transformers_modules."):
-        return
-    file = directory / "tokenizer_config.json"
+    has_code = type(tokenizer).__module__.startswith("transformers_modules.")
+
+    def change(content: dict[str, Any]) -> None:
+        if not has_code:
+            content.pop("auto_map", None)
+        # Transformers 4 knows neither this class nor a list under this key, and 5 still reads both older names.
+        if content.get("tokenizer_class") == "TokenizersBackend":
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(content.get("extra_special_tokens"), list):
+            content["additional_special_tokens"] = content.pop("extra_special_tokens")
+
+    _change_json(directory / "tokenizer_config.json", change)
+
+
+def add_older_keys(config: dict[str, Any]) -> None:
+    """Add what Transformers 4 reads to a config of 5, which also reads it.
+
+    Without the keys, 4 loads the weights with the default rotary frequencies of their class, and says nothing.
+    """
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]
+    rope = config.get("rope_parameters") or {}
+    # Models with a set for each kind of layer, as Gemma 3, have names of their own in 4.
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+
+
+def _change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
-    content.pop("auto_map", None)
+    change(content)
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
