@@ -61,9 +61,9 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _place(model: str) -> str:
+def _place(model: str | None) -> str | None:
     """A hub id, or a folder's full path: read from another directory, a relative path would be taken for a hub id."""
-    return str(Path(model).absolute()) if Path(model).is_dir() else model
+    return str(Path(model).absolute()) if model and Path(model).is_dir() else model
 
 
 def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
