@@ -236,6 +236,16 @@ CASES = {
             "model/model.safetensors": "",
         },
     ),
+    "folder of a quantized model": Case(
+        "rl",
+        "--model.name {dir}/model",
+        "its weights are quantized (fp8), which training does not support: name its version in bfloat16 or float32",
+        {
+            "model/config.json": '{"vocab_size": 8, "quantization_config": {"quant_method": "fp8"}}',
+            "model/tokenizer.json": "{}",
+            "model/model.safetensors": "",
+        },
+    ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "are called 'reverse-text'"
     ),

@@ -38,7 +38,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_entropy_sum
 from prime_rl.trainer.lora.adapters import LowRank, full_tensor
-from prime_rl.trainer.lora.export import gather_adapter
+from prime_rl.trainer.lora.export import gather_adapter, peft_config
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.observe.perf import flops_per_token
@@ -200,6 +200,14 @@ def test_an_export_is_merged_and_has_the_adapter_if_requested(tiny_model_dir: Pa
             torch.testing.assert_close(logits_of(model), other(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
     stored = load_file(tmp_path / "step_3" / "model.safetensors")
     assert stored.keys() == load_file(tiny_model_dir / "model.safetensors").keys()
+
+
+def test_an_adapter_names_the_folder_of_its_base_model_so_that_it_is_found_from_any_directory(
+    tiny_model_dir: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_dir.parent)
+    model = setup_model(config_of(Path(tiny_model_dir.name)), mesh)
+    assert peft_config(model)["base_model_name_or_path"] == str(tiny_model_dir)
 
 
 def test_a_broadcast_has_only_the_adapter_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:

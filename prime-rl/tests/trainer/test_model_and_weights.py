@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl.configs.trainer import (
     ActivationCheckpointConfig,
@@ -54,6 +55,30 @@ def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
     assert (target / "STABLE").is_file()
     assert json.loads((target / "generation_config.json").read_text())["use_cache"] is True
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
+
+
+def test_an_export_says_what_transformers_4_reads_too(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model_dir, base)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] = yarn | {"rope_theta": 5e6}
+    (base / "config.json").write_text(json.dumps(config))
+    model = setup_model(config_of(base), mesh)
+    tokenizer = setup_tokenizer(TokenizerConfig(), config_of(base))
+    export_model(model, tokenizer, tmp_path / "export", WeightCheckpointConfig(), torch.bfloat16)
+
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    assert written["rope_theta"] == 5e6
+    assert yarn.items() <= written["rope_scaling"].items()
+    assert written["torch_dtype"] == "bfloat16"
+    assert AutoConfig.from_pretrained(tmp_path / "export").rope_parameters == model.config.rope_parameters
+    written = json.loads((tmp_path / "export/tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["additional_special_tokens"] == tokenizer.extra_special_tokens == ["<|im_start|>"]
+    again = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert type(again) is type(tokenizer)
+    assert again.extra_special_tokens == tokenizer.extra_special_tokens
 
 
 def test_gathered_weights_have_hub_names_and_dtype_and_no_tied_copy(tiny_model_dir: Path, mesh: Mesh) -> None:
@@ -183,6 +208,14 @@ def test_a_hub_model_that_cannot_be_loaded_is_missing_only_if_it_was_not_found(t
 def test_a_directory_without_weights_points_at_random_init(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
     with pytest.raises(ModelError, match=r"model\.debug\.random_init"):
+        setup_model(config_of(tmp_path), mesh)
+
+
+def test_a_quantized_model_is_refused(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ModelError, match=r"^model\.name = .*: its weights are quantized \(fp8\)"):
         setup_model(config_of(tmp_path), mesh)
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +20,16 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
+CONFIG_CODE = """
+from transformers import LlamaConfig
 
 class OwnConfig(LlamaConfig):
     model_type = "own_code"
+"""
+CODE = """
+from transformers import LlamaForCausalLM
+
+from .configuration_own import OwnConfig
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
@@ -33,17 +43,20 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def config_of(directory: Path, attention_dropout: float) -> ModelConfig:
-    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     kind = {"model_type": "own_code", "auto_map": classes, "attention_dropout": attention_dropout}
     (directory / "modeling_own.py").write_text(CODE)
+    (directory / "configuration_own.py").write_text(CONFIG_CODE)
     (directory / "config.json").write_text(json.dumps(kind | SIZES | HEADS))
     return ModelConfig(name=str(directory), trust_remote_code=True, debug=DebugModelConfig(random_init=True))
 
 
-@pytest.fixture(autouse=True)
-def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers copies the code of models there."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.fixture(autouse=True, scope="module")
+def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Transformers copies the code of models there, and imports it as one package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
 
 
 def test_its_export_has_a_generation_config_though_transformers_gives_it_none(
@@ -64,3 +77,39 @@ def test_dropout_that_cannot_be_left_out_is_refused_in_rl_and_trained_in_sft(tmp
     with pytest.raises(ModelError, match="OwnForCausalLM"):
         setup_model(config, mesh)
     assert setup_model(config, mesh, has_dropout=True).training
+
+
+LOADS_AN_EXPORT = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__)
+"""
+
+
+def loaded_elsewhere(export: Path, modules: Path) -> str:
+    """The class of an exported model in a process that has never seen the base model."""
+    environment = os.environ | {"HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOADS_AN_EXPORT, export]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_its_export_brings_the_code_along(tmp_path: Path, tiny_model_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(tmp_path, attention_dropout=0.0), mesh)
+    export = tmp_path / "export"
+    export_model(model, AutoTokenizer.from_pretrained(tiny_model_dir), export, WeightCheckpointConfig(), torch.float32)
+    assert loaded_elsewhere(export, tmp_path / "elsewhere") == "OwnForCausalLM"
+
+
+def test_the_export_of_a_class_of_transformers_names_no_code(tmp_path: Path, tiny_model_dir: Path, mesh: Mesh) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model_dir, base)
+    code = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+    for name, classes in (("config", code), ("tokenizer_config", {"AutoTokenizer": ["tokenization_x.X", None]})):
+        file = base / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": classes}))
+    model = setup_model(ModelConfig(name=str(base)), mesh)
+    export = tmp_path / "export"
+    export_model(model, AutoTokenizer.from_pretrained(base), export, WeightCheckpointConfig(), torch.float32)
+    assert loaded_elsewhere(export, tmp_path / "elsewhere") == "Qwen3ForCausalLM"

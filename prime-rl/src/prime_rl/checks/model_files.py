@@ -25,8 +25,23 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     if fault := model_fault(model.name, start, needs_weights=not model.debug.random_init):
         return fault
     folder = start.find(model.name)
-    kind = str(read_config(folder).get("model_type", "")) if folder.is_dir() else model.name.lower()
-    return "models that read images are not supported yet" if kind.startswith(_WITH_IMAGES) else None
+    config = read_config(folder) if folder.is_dir() else {}
+    kind = str(config.get("model_type", "")) if config else model.name.lower()
+    if kind.startswith(_WITH_IMAGES):
+        return "models that read images are not supported yet"
+    return quantization_fault(text_setting(config, "quantization_config"))
+
+
+def quantization_fault(settings: Any) -> str | None:
+    """Why a model with this `quantization_config` cannot be trained; None if it has none.
+
+    Its export would hold the trained weights, rounded to the quantized type without their scales.
+    """
+    if not settings:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    how = f" ({method})" if method else ""
+    return f"its weights are quantized{how}, which training does not support: name its version in bfloat16 or float32"
 
 
 def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str | None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
+from prime_rl.trainer.model.build import own_code
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
@@ -131,18 +133,81 @@ def write_export(
         model_config = copy.deepcopy(model.config)
         model_config.dtype = str(export.dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        save_code(model, model_config, scratch)
         model_config.save_pretrained(scratch)
+        _change_json(scratch / "config.json", add_older_keys)
         generation_config = copy.deepcopy(model.generation_config)
         generation_config.use_cache = True
         if generation_config.eos_token_id is None:
             generation_config.eos_token_id = tokenizer.eos_token_id
         # `save_pretrained` refuses the inconsistent sampling defaults that many hub models ship.
         generation_config.to_json_file(scratch / "generation_config.json")
-        tokenizer.save_pretrained(scratch)
+        save_tokenizer(tokenizer, scratch)
         if export.adapter is not None:
             save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)
         if marker is not None:
             (scratch / marker).touch()
+
+
+def save_code(model: PreTrainedModel, config: PretrainedConfig, directory: Path) -> None:
+    """Copy the code that a model brought with it into `directory`, and make `config` name those files alone.
+
+    Many models of Transformers name code of their own repository too. It was not used, and loading it would fail.
+    """
+    named: dict[str, str] = getattr(config, "auto_map", None) or {}
+    vars(config).pop("auto_map", None)
+    code = own_code(model)
+    if code is None:
+        return
+    custom_object_save(code, directory)
+    file = code.__module__.rpartition(".")[2]
+    # A name may start with the repository that holds the file: `owner/name--file.Class`.
+    local = {kind: reference.rpartition("--")[2] for kind, reference in named.items()}
+    config.auto_map = {
+        kind: reference
+        for kind, reference in (local | {"AutoModelForCausalLM": f"{file}.{code.__name__}"}).items()
+        if (directory / f"{reference.partition('.')[0]}.py").is_file()
+    }
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write the files of a tokenizer. Its config names code only if the code is there, as for models."""
+    tokenizer.save_pretrained(directory)
+    has_code = type(tokenizer).__module__.startswith("transformers_modules.")
+
+    def change(content: dict[str, Any]) -> None:
+        if not has_code:
+            content.pop("auto_map", None)
+        # Transformers 4 knows neither this class nor a list under this key, and 5 still reads both older names.
+        if content.get("tokenizer_class") == "TokenizersBackend":
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(content.get("extra_special_tokens"), list):
+            content["additional_special_tokens"] = content.pop("extra_special_tokens")
+
+    _change_json(directory / "tokenizer_config.json", change)
+
+
+def add_older_keys(config: dict[str, Any]) -> None:
+    """Add what Transformers 4 reads to a config of 5, which also reads it.
+
+    Without the keys, 4 loads the weights with the default rotary frequencies of their class, and says nothing.
+    """
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]
+    rope = config.get("rope_parameters") or {}
+    # Models with a set for each kind of layer, as Gemma 3, have names of their own in 4.
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+
+
+def _change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    change(content)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _save_file(state: dict[str, Tensor], path: Path, save_format: SaveFormat) -> None:

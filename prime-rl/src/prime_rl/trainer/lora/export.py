@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.config.name_or_path,
+        "base_model_name_or_path": _place(model.config.name_or_path),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         # PEFT does not support dropout for stacked experts, and inference does not need it.
@@ -58,6 +59,11 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def _place(model: str | None) -> str | None:
+    """A hub id, or a folder's full path: read from another directory, a relative path would be taken for a hub id."""
+    return str(Path(model).absolute()) if model and Path(model).is_dir() else model
 
 
 def _targets(model: PreTrainedModel) -> dict[str, list[str]]:

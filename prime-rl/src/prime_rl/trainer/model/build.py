@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.model_files import quantization_fault
 from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
@@ -159,23 +160,29 @@ def leave_dropout_out(model: nn.Module) -> None:
     Such code may compute no gradients in evaluation mode, as DeepSeek's does in its experts. If it applies dropout by
     other means, the start check refuses it.
     """
-    brings_code = any(base.__module__.startswith("transformers_modules.") for base in type(model).__mro__)
-    model.train(brings_code)
+    model.train(own_code(model) is not None)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
+
+
+def own_code(model: nn.Module) -> type | None:
+    """The class that a model brought with it (`trust_remote_code`); None for those of Transformers."""
+    return next((each for each in type(model).__mro__ if each.__module__.startswith("transformers_modules.")), None)
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Raises:
-        ModelError: there is no model config at `config.name`.
+        ModelError: there is no model config at `config.name`, or its weights are quantized.
     """
     try:
         model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
+    if fault := quantization_fault(getattr(model_config, "quantization_config", None)):
+        raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
         layers = min(config.debug.num_layers, model_config.num_hidden_layers)
         model_config.num_hidden_layers = layers
