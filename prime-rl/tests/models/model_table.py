@@ -71,6 +71,9 @@ the trainer, `inference.model.max_model_len` in the engine. An RL run in which t
 
 RL trains without dropout and router jitter. SFT applies those of the model's config, and `model.lora.dropout`.
 
+Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
+loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.
+
 """
 
 
