@@ -88,8 +88,7 @@ def setup_model(
         # Transformers decorates `to`, which hides from type checkers that it is a method.
         model = full.to(home)  # type: ignore[arg-type]
     else:
-        with torch.device("meta"):
-            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
+        model = adapt(_untied_like(full, _build_blank(model_config, options), process))
     if config.lora is not None and process.is_main:
         log_adapters(model)
     for built in (full, model):
@@ -108,6 +107,9 @@ def setup_model(
     _shard(model, config, mesh)
     if process.world_size > 1:
         _scatter_weights(full, model, home, process)
+    if full is not None:
+        # How the files name the weights, and so how an export does. Only a model that was loaded knows.
+        model._weight_conversions = getattr(full, "_weight_conversions", None)
     model.generation_config = _generation_config(model if full is None else full)
     keep_gradients(model, process)
     enable_scoring(model)
@@ -242,15 +244,28 @@ def _build_full(
     if config.debug.random_init:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(_RANDOM_INIT_SEED)
-            return AutoModelForCausalLM.from_config(model_config, **options)
+            return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
     try:
         model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
-    # Some families load a few weights in float32, and FSDP takes one dtype.
+    # Loading makes every weight a trained one, also those that the model's code declares as frozen.
+    for name, declared in _build_blank(model_config, options).named_parameters():
+        model.get_parameter(name).requires_grad_(declared.requires_grad)
+    return _in_one_dtype(model, options["dtype"])
+
+
+def _build_blank(model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model that the code of its family builds, without values."""
+    with torch.device("meta"):
+        return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
+
+
+def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Some families keep a few weights in float32, and FSDP takes one dtype."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(options["dtype"])
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -280,9 +295,11 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device=home)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
-    # Buffers such as the rotary frequencies are not in the state dict. Loading may have changed the dtypes of others.
+    # Not strict: buffers come below. torch would pickle those that are a single number, which no rank accepts.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    weights: dict[str, Any] = {} if full is None else dict(full.named_parameters(remove_duplicate=False))
+    set_model_state_dict(model, weights, options=options)
+    # Buffers such as the rotary frequencies are in no state dict. Loading may have changed the dtypes of others.
     buffers = list(model.named_buffers())
     # Numbers, so that nothing is unpickled.
     own = [0 if full is None else _BUFFER_DTYPES.index(full.get_buffer(name).dtype) for name, _ in buffers]
@@ -293,6 +310,25 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)
+
+
+def _untied_like(full: PreTrainedModel | None, blank: PreTrainedModel, process: Process) -> PreTrainedModel:
+    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a tensor of their own.
+
+    Transformers unties weights whose files hold different values. Collective. Returns `blank`.
+    """
+    tied = sorted(blank.all_tied_weights_keys)
+    if not tied:
+        return blank
+    is_tied = torch.tensor([full is None or name in full.all_tied_weights_keys for name in tied], device=process.device)
+    dist.broadcast(is_tied, src=0)
+    for name, stays in zip(tied, is_tied.tolist(), strict=True):
+        if not stays:
+            del blank.all_tied_weights_keys[name]
+            owner, _, own_name = name.rpartition(".")
+            own = nn.Parameter(torch.empty_like(blank.get_parameter(name)))
+            setattr(blank.get_submodule(owner), own_name, own)
+    return blank
 
 
 def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:
