@@ -34,6 +34,7 @@ from prime_rl.trainer.kernels.lean_norm import use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
+from prime_rl.trainer.model.own_code import load_model_class, loading_code
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks
 from prime_rl.trainer.model.shared_prefixes import PrefixTree
@@ -175,7 +176,10 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         ModelError: there is no model config at `config.name`.
     """
     try:
-        model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        with loading_code(config.trust_remote_code):
+            model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+            if config.trust_remote_code:
+                load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
     if config.debug.num_layers is not None:
@@ -195,7 +199,8 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     name = config.name or model_config.name
     trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        with loading_code(trust):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         key = "model.name" if config.name is None else "tokenizer.name"
         raise ModelError(_load_error(key, name, error)) from error
