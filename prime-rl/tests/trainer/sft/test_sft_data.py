@@ -95,9 +95,7 @@ def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: 
         next(rows)
 
 
-def test_a_data_rank_whose_share_has_no_usable_row_says_how_rows_are_dealt(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_data_rank_whose_share_has_no_usable_row_names_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     useless = {"prompt": "p" * 30, "completion": "c"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": ">", "completion": "good"}, useless] * 4))

@@ -218,11 +218,11 @@ class DatasetStream:
         keys = f"{section}.loss_mask, {section}.overlong and {section}.seq_len"
         if axis.data_size == 1:
             return f"{self.config.label}: no row {fault}; check {keys}"
-        dealt = f"no row that data rank {axis.data_rank} of {axis.data_size} reads {fault}; check {keys}"
+        share = f"no row that data rank {axis.data_rank} of {axis.data_size} reads {fault}; check {keys}"
         if self.config.shuffle:
-            return f"{self.config.label}: {dealt}"
+            return f"{self.config.label}: {share}"
         same = f"Set {section}.shuffle = true: without, a rank may read the same rows in every epoch"
-        return f"{self.config.label}: {dealt}. {same}"
+        return f"{self.config.label}: {share}. {same}"
 
     def _sample(self, entry: Entry) -> TokenizedSample | None:
         """The sample of a row; None if it cannot be trained on."""
