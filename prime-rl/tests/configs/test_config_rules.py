@@ -118,7 +118,7 @@ def words(options: str) -> list[str]:
         (SFTConfig, "data.batch-size=7 data.micro-batch-size=2", "batch_size (7) is not a multiple"),
         (SFTConfig, "data.batch-size=2 data.micro-batch-size=4", "batch_size (2) is not a multiple"),
         (SFTConfig, "data.batch-size=6 deployment.num-gpus=4", "data.batch_size = 6 is not a multiple of 4 processes"),
-        (SFTConfig, "model.dp-replicate=2 deployment.num-gpus=1", "model.dp_replicate = 2 does not divide the 1 "),
+        (SFTConfig, "model.dp-replicate=2", "does not divide the 1 trainer processes (deployment.num_gpus = 1)"),
         (SFTConfig, "scheduler.type=linear max-steps=19", "do not fit into max_steps = 19"),
         (
             SFTConfig,

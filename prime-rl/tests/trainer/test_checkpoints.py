@@ -102,6 +102,21 @@ def test_a_loaded_run_continues_bit_identically(
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def test_a_process_more_draws_other_random_numbers_than_those_before(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    state = new_state(tiny_model_dir, mesh)
+    train(state, 1)
+    manager(tmp_path, mesh).save(state, {})
+    second = replace(mesh, process=replace(mesh.process, rank=1))
+    draws = []
+    for own_mesh in (mesh, second):
+        torch.manual_seed(999)
+        manager(tmp_path, own_mesh).load(state, 1)
+        draws.append(torch.rand(1).item())
+    assert draws[0] != draws[1]
+
+
 def with_critic(model_dir: Path, mesh: Mesh) -> TrainState:
     """A policy and a critic, with different optimizers and schedules."""
     policy = new_state(model_dir, mesh).policy

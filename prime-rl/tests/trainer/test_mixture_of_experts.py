@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig
+from prime_rl.configs.trainer import AdamWConfig, DebugModelConfig, ModelConfig, MuonConfig
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
@@ -127,17 +125,6 @@ def test_a_router_bias_that_is_published_in_float32_is_exported_so(biased_dir: P
     assert exported["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-def test_two_processes_share_weights_of_two_dtypes(biased_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
-    alone = gather_weights(setup_model(config_of(biased_dir, optimization_dtype="bfloat16"), mesh), torch.bfloat16)
-    script, file = Path(__file__).with_name("weights_of_a_launch.py"), tmp_path / "weights.pt"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    completed = subprocess.run([*launch, script, biased_dir, file], capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stderr
-    together = torch.load(file, weights_only=True)
-    assert {name: tensor.dtype for name, tensor in together.items()} == {n: t.dtype for n, t in alone.items()}
-    assert all(torch.equal(tensor, together[name]) for name, tensor in alone.items())
-
-
 @pytest.fixture
 def ernie_dir(tmp_path: Path) -> Path:
     """Transformers loads its router in float32."""
@@ -157,8 +144,12 @@ def ernie_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_routers_that_transformers_loads_in_float32_train_in_bfloat16(ernie_dir: Path, mesh: Mesh) -> None:
-    model = setup_model(config_of(ernie_dir, optimization_dtype="bfloat16"), mesh)
+@pytest.mark.parametrize("random_init", [False, True], ids=["loaded", "random"])
+def test_routers_that_transformers_has_in_float32_train_in_bfloat16(
+    ernie_dir: Path, mesh: Mesh, random_init: bool
+) -> None:
+    debug = DebugModelConfig(random_init=random_init)
+    model = setup_model(config_of(ernie_dir, optimization_dtype="bfloat16", debug=debug), mesh)
     loss_of(model).backward()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 

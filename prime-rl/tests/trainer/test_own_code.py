@@ -113,3 +113,27 @@ def test_the_export_of_a_class_of_transformers_names_no_code(tmp_path: Path, tin
     export = tmp_path / "export"
     export_model(model, AutoTokenizer.from_pretrained(base), export, WeightCheckpointConfig(), torch.float32)
     assert loaded_elsewhere(export, tmp_path / "elsewhere") == "Qwen3ForCausalLM"
+
+
+# Fails if two processes are importing it at once.
+LONG_CODE = """
+import os
+from pathlib import Path
+
+mark = Path(os.environ["MARK_OF_AN_IMPORT"])
+mark.touch(exist_ok=False)
+sum(range(20_000_000))
+mark.unlink()
+"""
+
+
+def test_ranks_load_it_one_after_the_other(tmp_path: Path) -> None:
+    config = config_of(tmp_path, attention_dropout=0.0)
+    (tmp_path / "modeling_own.py").write_text(LONG_CODE + CODE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("own_code_of_a_launch.py")
+    places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "MARK_OF_AN_IMPORT": str(tmp_path / "mark")}
+    environment = {**os.environ, **places, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, script, config.name], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["OwnForCausalLM"] * 2

@@ -36,6 +36,15 @@ def test_no_worker_outlives_a_killed_torchrun() -> None:
     assert rest == ""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads in /proc whether a process waits")
+def test_a_checkpoint_that_is_asked_for_while_ranks_wait_for_each_other_is_saved_by_all() -> None:
+    script = WORKER.with_name("signal_in_a_collective.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 saves: True", "rank 1 saves: True"], done.stderr
+
+
 @pytest.fixture
 def default_sigterm():
     previous = signal.getsignal(signal.SIGTERM)

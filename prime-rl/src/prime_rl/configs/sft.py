@@ -451,7 +451,8 @@ class SFTConfig(LaunchedConfig):
         deployment = self.deployment
         if not isinstance(deployment, MultiNodeDeploymentConfig):
             processes = deployment.num_gpus
-            yield from filter(None, (batch_fault(self.data, processes), replication_fault(self.model, processes)))
+            for fault in filter(None, (batch_fault(self.data, processes), replication_fault(self.model, processes))):
+                yield f"{fault} (deployment.num_gpus = {processes})"
             return
         if self.slurm is None and self.launcher != "ray":
             yield "deployment.type = 'multi_node' needs [slurm]"

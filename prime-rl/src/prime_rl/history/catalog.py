@@ -33,7 +33,7 @@ _SPEED = (
     Metric("perf/throughput", "tokens/s", "trained and other tokens over the last ten steps, all processes; not in the first step"),
     Metric("perf/throughput_per_gpu", "tokens/s", "the same, divided by the number of processes"),
     Metric("perf/mfu", "%", "share of the device's peak FLOP/s that training reaches; only where the peak is known"),
-    Metric("perf/peak_memory", "GiB", "highest memory so far: reserved on the GPU, or resident in the process on a CPU"),
+    Metric("perf/peak_memory", "GiB", "highest memory of the main process so far: reserved on its GPU, or resident on a CPU"),
     Metric("optim/lr", "", "learning rate of the step's updates"),
     Metric("optim/grad_norm", "", "norm of the gradient before clipping; with minibatches, the mean over the step's updates"),
     Metric("time/step", "s", "from the end of the previous step to the end of this one"),

@@ -95,6 +95,17 @@ def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: 
         next(rows)
 
 
+def test_a_data_rank_whose_share_has_no_usable_row_names_it(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    useless = {"prompt": "p" * 30, "completion": "c"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": ">", "completion": "good"}, useless] * 4))
+    config = SFTDataConfig(name=str(file), shuffle=False, seq_len=20)
+    assert texts_of(setup_rows(config, tokenizer, 128, DataAxis(0, 2)), tokenizer, 1) == ["good"]
+    fault = "no row that data rank 1 of 2 reads .* Set data.shuffle = true"
+    with pytest.raises(DataError, match=fault):
+        next(setup_rows(config, tokenizer, 128, DataAxis(1, 2)))
+
+
 def test_a_bad_row_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n')

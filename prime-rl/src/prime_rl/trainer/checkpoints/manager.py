@@ -129,7 +129,8 @@ class CheckpointManager:
     def load(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Fill `state` from the checkpoint of `step`, and return the data position of this process's data rank.
 
-        If the checkpoint was saved with another number of processes, weights and optimizers are resharded. If it was
+        If the checkpoint was saved with another number of processes, weights and optimizers are resharded, and
+        processes that were not there before keep their random state. If it was
         saved with another number of data ranks, all their positions are returned, in order. With `ckpt.skip_dataloader`
         none is.
 
@@ -150,7 +151,9 @@ class CheckpointManager:
             trained.restore(saved[role], schedule)
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
-        set_random_state(own["random"], self.process.device)
+        if self.process.rank < own["world_size"]:
+            # Others keep their own. With another process's, both would drop the same activations from here on.
+            set_random_state(own["random"], self.process.device)
         return [] if self.config.skip_dataloader else self._positions(directory, own)
 
     def is_best(self, val_loss: float) -> bool:

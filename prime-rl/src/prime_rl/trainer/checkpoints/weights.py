@@ -20,7 +20,7 @@ from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
 from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
-from prime_rl.trainer.model.build import own_code
+from prime_rl.trainer.model.own_code import own_class
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
@@ -156,7 +156,7 @@ def save_code(model: PreTrainedModel, config: PretrainedConfig, directory: Path)
     """
     named: dict[str, str] = getattr(config, "auto_map", None) or {}
     vars(config).pop("auto_map", None)
-    code = own_code(model)
+    code = own_class(model)
     if code is None:
         return
     custom_object_save(code, directory)

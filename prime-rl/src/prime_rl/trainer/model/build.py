@@ -35,6 +35,7 @@ from prime_rl.trainer.kernels.lean_norm import use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
+from prime_rl.trainer.model.own_code import load_model_class, loading_code, own_class
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.model.sequence_blocks import SequenceBlocks
 from prime_rl.trainer.model.shared_prefixes import PrefixTree
@@ -89,8 +90,7 @@ def setup_model(
         # Transformers decorates `to`, which hides from type checkers that it is a method.
         model = full.to(home)  # type: ignore[arg-type]
     else:
-        with torch.device("meta"):
-            model = adapt(AutoModelForCausalLM.from_config(model_config, **options))
+        model = adapt(_untied_like(full, _build_blank(model_config, options), process))
     if config.lora is not None and process.is_main:
         log_adapters(model)
     for built in (full, model):
@@ -109,6 +109,9 @@ def setup_model(
     _shard(model, config, mesh)
     if process.world_size > 1:
         _scatter_weights(full, model, home, process)
+    if full is not None:
+        # How the files name the weights, and so how an export does. Only a model that was loaded knows.
+        model._weight_conversions = getattr(full, "_weight_conversions", None)
     model.generation_config = _generation_config(model if full is None else full)
     keep_gradients(model, process)
     enable_scoring(model)
@@ -160,15 +163,10 @@ def leave_dropout_out(model: nn.Module) -> None:
     Such code may compute no gradients in evaluation mode, as DeepSeek's does in its experts. If it applies dropout by
     other means, the start check refuses it.
     """
-    model.train(own_code(model) is not None)
+    model.train(own_class(model) is not None)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
-
-
-def own_code(model: nn.Module) -> type | None:
-    """The class that a model brought with it (`trust_remote_code`); None for those of Transformers."""
-    return next((each for each in type(model).__mro__ if each.__module__.startswith("transformers_modules.")), None)
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
@@ -178,7 +176,10 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         ModelError: there is no model config at `config.name`, or its weights are quantized.
     """
     try:
-        model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        with loading_code(config.trust_remote_code):
+            model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+            if config.trust_remote_code:
+                load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
     if fault := quantization_fault(getattr(model_config, "quantization_config", None)):
@@ -200,7 +201,8 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     name = config.name or model_config.name
     trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        with loading_code(trust):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         key = "model.name" if config.name is None else "tokenizer.name"
         raise ModelError(_load_error(key, name, error)) from error
@@ -249,15 +251,28 @@ def _build_full(
     if config.debug.random_init:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(_RANDOM_INIT_SEED)
-            return AutoModelForCausalLM.from_config(model_config, **options)
+            return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
     try:
         model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
-    # Some families load a few weights in float32, and FSDP takes one dtype.
+    # Loading makes every weight a trained one, also those that the model's code declares as frozen.
+    for name, declared in _build_blank(model_config, options).named_parameters():
+        model.get_parameter(name).requires_grad_(declared.requires_grad)
+    return _in_one_dtype(model, options["dtype"])
+
+
+def _build_blank(model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model that the code of its family builds, without values."""
+    with torch.device("meta"):
+        return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
+
+
+def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Some families keep a few weights in float32, and FSDP takes one dtype."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(options["dtype"])
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -287,9 +302,11 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     model.to_empty(device=home)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
-    # Buffers such as the rotary frequencies are not in the state dict. Loading may have changed the dtypes of others.
+    # Not strict: buffers come below. torch would pickle those that are a single number, which no rank accepts.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    weights: dict[str, Any] = {} if full is None else dict(full.named_parameters(remove_duplicate=False))
+    set_model_state_dict(model, weights, options=options)
+    # Buffers such as the rotary frequencies are in no state dict. Loading may have changed the dtypes of others.
     buffers = list(model.named_buffers())
     # Numbers, so that nothing is unpickled.
     own = [0 if full is None else _BUFFER_DTYPES.index(full.get_buffer(name).dtype) for name, _ in buffers]
@@ -300,6 +317,25 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
         dist.broadcast(filled, src=0)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, filled)
+
+
+def _untied_like(full: PreTrainedModel | None, blank: PreTrainedModel, process: Process) -> PreTrainedModel:
+    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a tensor of their own.
+
+    Transformers unties weights whose files hold different values. Collective. Returns `blank`.
+    """
+    tied = sorted(blank.all_tied_weights_keys)
+    if not tied:
+        return blank
+    is_tied = torch.tensor([full is None or name in full.all_tied_weights_keys for name in tied], device=process.device)
+    dist.broadcast(is_tied, src=0)
+    for name, stays in zip(tied, is_tied.tolist(), strict=True):
+        if not stays:
+            del blank.all_tied_weights_keys[name]
+            owner, _, own_name = name.rpartition(".")
+            own = nn.Parameter(torch.empty_like(blank.get_parameter(name)))
+            setattr(blank.get_submodule(owner), own_name, own)
+    return blank
 
 
 def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:

@@ -56,12 +56,12 @@ class SignalBox:
 
         Schedulers signal processes one by one, and saving a checkpoint needs all of them.
         """
-        stop, save = self._stop, self._save
+        # Cleared before the wait for the other processes: a signal that arrives during it is for the next call.
+        stop, save, self._save = self._stop, self._save, False
         if self.process.world_size > 1:
             flags = torch.tensor([stop, save], dtype=torch.int32, device=self.process.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             stop, save = (bool(flag) for flag in flags.tolist())
-        self._save = False
         return Requests(stop, save)
 
     def _on_stop(self, number: int, frame: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -118,8 +118,10 @@ class SFTTrainer:
             raise DivergedError(f"{error}. Rows of this step: {self._names_of_rows()}") from None
 
     def _names_of_rows(self) -> str:
-        """Names of the rows that this process has read for this step."""
-        drawn, packing = self.components.rows.stream.drawn, self.config.data.pack_function
+        """Names of the rows that were read for this step: on data rank 0 those of all ranks. Collective."""
+        own, packing = self.components.rows.stream.drawn, self.config.data.pack_function
+        of_ranks = self.mesh.data_axis.gather(own)
+        drawn = own if of_ranks is None else list(chain(*of_ranks))
         names = drawn[:_NAMED_ROWS]
         more = f" and {len(drawn) - _NAMED_ROWS} more" if len(drawn) > _NAMED_ROWS else ""
         earlier = (

@@ -187,11 +187,7 @@ class DatasetStream:
             # Two passes over this data rank's share without a usable row mean that it has none.
             share = 2 * self.row_count // self.data_axis.data_size + 1
             if skipped > (share if self.row_count else _MAX_SKIPPED_IN_A_ROW):
-                section = self.config.section
-                raise DataError(
-                    f"{self.config.label}: no row has a trained token within {section}.seq_len = "
-                    f"{self.config.seq_len}; check {section}.loss_mask, {section}.overlong and {section}.seq_len"
-                )
+                raise DataError(self._useless_share())
 
     def state(self) -> dict[str, Any]:
         return {**self._places.state(), **self.entries.state(), "counts": asdict(self.counts)}
@@ -214,6 +210,19 @@ class DatasetStream:
                 self.entries.restore(start)
                 return
             yield self._made(entry)
+
+    def _useless_share(self) -> str:
+        """Why this data rank has nothing to train on."""
+        section, axis = self.config.section, self.data_axis
+        fault = f"has a trained token within {section}.seq_len = {self.config.seq_len}"
+        keys = f"{section}.loss_mask, {section}.overlong and {section}.seq_len"
+        if axis.data_size == 1:
+            return f"{self.config.label}: no row {fault}; check {keys}"
+        share = f"no row that data rank {axis.data_rank} of {axis.data_size} reads {fault}; check {keys}"
+        if self.config.shuffle:
+            return f"{self.config.label}: {share}"
+        same = f"Set {section}.shuffle = true: without, a rank may read the same rows in every epoch"
+        return f"{self.config.label}: {share}. {same}"
 
     def _sample(self, entry: Entry) -> TokenizedSample | None:
         """The sample of a row; None if it cannot be trained on."""

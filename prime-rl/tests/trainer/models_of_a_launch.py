@@ -1,0 +1,49 @@
+"""Started by `test_models_of_a_launch.py` as a single process, and with two processes under torchrun.
+
+Arguments: a file for the results, and models' directories. Saves of each model, built in bfloat16: the weights as they
+are exported, the names of those that are trained, and the log-probability of a token.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.process.errors import leaving_at_once
+from prime_rl.trainer.process.parallel_dims import setup_mesh
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
+
+TOKENS = torch.arange(4, 34)[None]
+
+
+def described(directory: str, process: Process) -> dict[str, Any]:
+    config = ModelConfig(name=directory, attn="sdpa", seq_len=64, optimization_dtype="bfloat16")
+    model = setup_model(config, setup_mesh(config, process))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def logprob(hidden: Tensor, logits_of: Any) -> Tensor:
+        return logits_of(hidden[-1:]).float().log_softmax(-1)[0, 7]
+
+    with torch.no_grad():
+        scored = score_tokens(model, TOKENS, torch.arange(30)[None], logprob).item()
+    return {"weights": gather_weights(model, torch.bfloat16), "trained": sorted(trained), "logprob": scored}
+
+
+def main(results: Path, directories: list[str]) -> None:
+    process = setup_world("cpu", timeout_s=3600)
+    found = {Path(directory).name: described(directory, process) for directory in directories}
+    if process.is_main:
+        torch.save(found, results)
+    destroy_world()
+
+
+with leaving_at_once():
+    main(Path(sys.argv[1]), sys.argv[2:])
