@@ -252,8 +252,15 @@ def test_a_guard_that_is_killed_is_replaced_and_the_run_goes_on(launch: Launch) 
 
 def test_what_outlives_launcher_guard_and_children_ends_with_the_next_launch(launch: Launch) -> None:
     launch.start({"inference": WITH_DAEMON, "trainer": POLITE})
-    for pid in (launch.guard, launch.process.pid, launch.leader("trainer"), launch.leader("inference")):
-        os.kill(pid, signal.SIGKILL)
+    pids = (launch.guard, launch.process.pid, launch.leader("trainer"), launch.leader("inference"))
+    ends = [os.pidfd_open(pid) for pid in pids]
+    # Stopped first: none of them acts on the end of another.
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for end in ends:
+            signal.pidfd_send_signal(end, signum)
+    for end in ends:
+        select.select([end], [], [])
+        os.close(end)
     launch.process.wait()
     assert launch.runtime_files() != []
     following = subprocess.run(
