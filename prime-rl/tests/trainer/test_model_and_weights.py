@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl.configs.trainer import (
@@ -79,6 +79,22 @@ def test_an_export_says_what_transformers_4_reads_too(tiny_model_dir: Path, mesh
     again = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert type(again) is type(tokenizer)
     assert again.extra_special_tokens == tokenizer.extra_special_tokens
+
+
+def test_the_export_of_a_head_that_the_file_holds_apart_says_that_it_is_not_tied(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    base, target = tmp_path / "base", tmp_path / "export"
+    shutil.copytree(tiny_model_dir, base)
+    weights = load_file(base / "model.safetensors")
+    head = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file({**weights, "lm_head.weight": head}, base / "model.safetensors", {"format": "pt"})
+    config = config_of(base)
+    model, tokenizer = setup_model(config, mesh), setup_tokenizer(TokenizerConfig(), config)
+    export_model(model, tokenizer, target, WeightCheckpointConfig(), torch.float32)
+    assert torch.equal(load_file(target / "model.safetensors")["lm_head.weight"], head)
+    assert json.loads((base / "config.json").read_text())["tie_word_embeddings"] is True
+    assert json.loads((target / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_gathered_weights_have_hub_names_and_dtype_and_no_tied_copy(tiny_model_dir: Path, mesh: Mesh) -> None:

@@ -133,6 +133,9 @@ def write_export(
         model_config = copy.deepcopy(model.config)
         model_config.dtype = str(export.dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        if not model.all_tied_weights_keys:
+            # Transformers unties what the files hold apart, also where the config ties it. vLLM goes by the config.
+            model_config.get_text_config().tie_word_embeddings = model_config.tie_word_embeddings = False
         save_code(model, model_config, scratch)
         model_config.save_pretrained(scratch)
         _change_json(scratch / "config.json", add_older_keys)
