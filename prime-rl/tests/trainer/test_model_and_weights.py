@@ -59,6 +59,25 @@ def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
 
 
+def test_a_tokenizer_in_a_sentencepiece_model_alone_is_loaded_and_exported(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    """Transformers converts it with the package's protobuf definitions, which not every version's protobuf takes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text, base = "a fever of 39 degrees, ümlaut", tmp_path / "base"
+    shutil.copytree(tiny_model_dir, base, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text]), model_prefix=str(base / "tokenizer"), model_type="bpe",
+        vocab_size=40, hard_vocab_limit=False,
+    )  # fmt: skip
+    (base / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    config = config_of(base)
+    tokenizer = setup_tokenizer(TokenizerConfig(), config)
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    export_model(setup_model(config, mesh), tokenizer, tmp_path / "export", WeightCheckpointConfig(), torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")(text).input_ids == tokenizer(text).input_ids
+
+
 PHI_3 = {"rope_theta": 2e4, "max_position_embeddings": 512, "original_max_position_embeddings": 128, "pad_token_id": 0}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
 
