@@ -179,7 +179,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """
     try:
         model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
     if fault := quantization_fault(getattr(model_config, "quantization_config", None)):
         raise ModelError(f"model.name = {config.name}: {fault}")
@@ -201,7 +201,7 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         key = "model.name" if config.name is None else "tokenizer.name"
         raise ModelError(_load_error(key, name, error)) from error
     if config.chat_template is not None:
@@ -246,14 +246,14 @@ def _build_full(
 
     A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
     """
-    if config.debug.random_init:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(_RANDOM_INIT_SEED)
-            return AutoModelForCausalLM.from_config(model_config, **options)
     try:
+        if config.debug.random_init:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                torch.manual_seed(_RANDOM_INIT_SEED)
+                return AutoModelForCausalLM.from_config(model_config, **options)
         model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        hint = "; to start from random weights set model.debug.random_init = true"
+        hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
     # Some families load a few weights in float32, and FSDP takes one dtype.
     for parameter in model.parameters():
@@ -317,7 +317,8 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 def _load_error(key: str, name: str, error: Exception) -> str:
     """One-line error message for a failure to load `name`, the value of config key `key`."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    # Some of Transformers' messages begin with an empty line.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).is_dir():
         return f"{key} = {name}: {reason}"
     if looks_like_path(name):
