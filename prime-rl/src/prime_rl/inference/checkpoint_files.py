@@ -48,7 +48,14 @@ def _opened(directory: Path, stack: contextlib.ExitStack) -> dict[Path, Path]:
         if files:
             return files
         if not _is_replaced(directory, folder):
-            raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file")
+            raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file{_advice(_held(folder))}")
+
+
+def _advice(folder: Path) -> str:
+    """What to do with an export that `save_format = "torch"` wrote."""
+    if next(folder.glob("pytorch_model*.bin"), None) is None:
+        return ""
+    return ", but PyTorch's .bin, which a running server does not read: start one with this directory as its model"
 
 
 def _open(path: Path, flags: int, stack: contextlib.ExitStack) -> int:

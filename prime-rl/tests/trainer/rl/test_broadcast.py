@@ -14,6 +14,7 @@ from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfi
 from prime_rl.inference.checkpoint_files import WeightError, open_checkpoint
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.weights import save_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.utils.files import STABLE, scratch_of
@@ -134,4 +135,11 @@ def test_a_checkpoint_that_is_open_stays_whole_when_it_is_replaced_and_deleted(t
         shutil.rmtree(directory)
         assert load_file(held).keys() == before.keys()
     with pytest.raises(WeightError, match="does not exist"), open_checkpoint(directory):
+        pass
+
+
+def test_an_export_in_pytorchs_format_says_how_an_engine_gets_it(tmp_path) -> None:
+    save_weights({"weight": torch.ones(2)}, tmp_path, save_format="torch")
+    reason = r"has no \.safetensors file, but .*start one with this directory as its model"
+    with pytest.raises(WeightError, match=reason), open_checkpoint(tmp_path):
         pass
