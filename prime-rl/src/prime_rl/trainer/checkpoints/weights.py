@@ -206,7 +206,7 @@ def add_older_keys(config: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
-    # Classes of 4 count the keys: Phi-3 takes three, and OLMo two. None is there twice, or in another place too.
+    # Classes of 4 count the keys: Phi-3 takes three, and OLMo two. So the type has one name, and no value is repeated.
     if "type" in rope or kind == "longrope":
         elsewhere |= {"rope_type", "type"}
     if kind == "longrope" and "original_max_position_embeddings" in config:
