@@ -75,6 +75,23 @@ def test_broadcast_weights_replace_those_of_the_base(run: RunPaths, base: Path, 
     assert tuned == ChatModel(folder, str(base), weights=folder)
 
 
+def test_an_adapter_of_a_run_answers_from_any_directory(tmp_path: Path, base: Path, run: RunPaths) -> None:
+    run.config("trainer").write_text('[model]\nname = "folder/where/the/run/was/started"\n')
+    folder = adapter(run.weight(10) / "lora_adapters", str(base))
+    assert find_chat_models(str(folder)).tuned == ChatModel(str(folder), str(base), adapter=str(folder))
+
+
+def test_an_adapter_of_a_moved_model_answers_with_the_runs_model(tmp_path: Path, base: Path, run: RunPaths) -> None:
+    folder = adapter(run.weight(10) / "lora_adapters", str(tmp_path / "moved"))
+    assert find_chat_models(str(folder)).tuned.name == str(base)
+
+
+def test_a_broadcast_needs_the_model_that_the_run_started_from(run: RunPaths) -> None:
+    run.config("trainer").write_text('[model]\nname = "./elsewhere"\n')
+    with pytest.raises(StartFault, match=r"holds weights of \./elsewhere: no such directory.*with --base"):
+        find_chat_models(str(run.orchestrator.broadcast(12)))
+
+
 def test_an_adapter_answers_with_its_base(tmp_path: Path, base: Path) -> None:
     folder = adapter(tmp_path / "adapter", str(base))
     found = find_chat_models(str(folder))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from prime_rl.inference.embedded.engine.generation import Completion
+from prime_rl.inference.embedded.engine.model import load_model, model_config
 from prime_rl.inference.embedded.engine.text import (
     IncrementalDetokenizer,
     StopStringMatcher,
@@ -111,3 +113,16 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelNotFound, match="tokenizer"):
         load_text(str(tmp_path), False, generation_defaults(tmp_path))
+
+
+def test_code_of_a_model_that_needs_another_package_is_refused_in_one_line(tmp_path) -> None:
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": [null, "own.Tokenizer"]}}')
+    for load in (
+        lambda name: load_text(name, True, GenerationConfig()),
+        lambda name: load_model(name, "float32", torch.device("cpu"), trust_remote_code=True),
+        lambda name: model_config(name, trust_remote_code=True),
+    ):
+        with pytest.raises(ModelNotFound, match=r"cannot load .*: .*not found in your environment: no_such_package\."):
+            load(str(tmp_path))

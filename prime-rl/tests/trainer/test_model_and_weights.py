@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from prime_rl.configs.trainer import (
     TokenizerConfig,
     WeightCheckpointConfig,
 )
-from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_weights
+from prime_rl.trainer.checkpoints.weights import add_older_keys, export_model, gather_weights, save_weights
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.observe.perf import Throughput, flops_per_token
@@ -55,6 +57,51 @@ def test_an_export_is_loaded_by_transformers_and_gives_the_same_logits(
     assert (target / "STABLE").is_file()
     assert json.loads((target / "generation_config.json").read_text())["use_cache"] is True
     assert AutoTokenizer.from_pretrained(target).chat_template == tokenizer.chat_template
+
+
+def test_a_tokenizer_in_a_sentencepiece_model_alone_is_loaded_and_exported(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    """Transformers converts it with the package's protobuf definitions, which not every version's protobuf takes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text, base = "a fever of 39 degrees, ümlaut", tmp_path / "base"
+    shutil.copytree(tiny_model_dir, base, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text]), model_prefix=str(base / "tokenizer"), model_type="bpe",
+        vocab_size=40, hard_vocab_limit=False,
+    )  # fmt: skip
+    (base / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    config = config_of(base)
+    tokenizer = setup_tokenizer(TokenizerConfig(), config)
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    export_model(setup_model(config, mesh), tokenizer, tmp_path / "export", WeightCheckpointConfig(), torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export")(text).input_ids == tokenizer(text).input_ids
+
+
+PHI_3 = {"rope_theta": 2e4, "max_position_embeddings": 512, "original_max_position_embeddings": 128, "pad_token_id": 0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published"),
+    [
+        ("phi3", PHI_3 | {"rope_scaling": {"type": "longrope", **FACTORS}}),
+        ("olmo2", {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("gpt_neox", {"rotary_emb_base": 2e4, "rotary_pct": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("qwen3", {"rope_theta": 2e4, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("glm4", {"rope_theta": 2e4, "partial_rotary_factor": 0.25}),
+    ],
+)
+def test_an_exported_config_names_rotary_settings_as_the_published_one(
+    model_type: str, published: dict[str, Any], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, hidden_size=32, num_attention_heads=4, **copy.deepcopy(published))
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    add_older_keys(written)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert published.items() <= written.items()
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
 def test_an_export_says_what_transformers_4_reads_too(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:

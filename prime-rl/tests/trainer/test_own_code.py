@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from prime_rl.configs.trainer import DebugModelConfig, ModelConfig, WeightCheckpointConfig
+from prime_rl.configs.trainer import DebugModelConfig, ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.trainer.checkpoints.weights import export_model
-from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 
@@ -70,6 +70,25 @@ def test_its_export_has_a_generation_config_though_transformers_gives_it_none(
 
 def test_its_code_may_compute_gradients_in_training_mode_alone(tmp_path: Path, mesh: Mesh) -> None:
     assert setup_model(config_of(tmp_path, attention_dropout=0.0), mesh).training
+
+
+@pytest.mark.parametrize("file", ["configuration_own.py", "modeling_own.py", "tokenization_own.py"])
+def test_code_that_needs_another_package_is_refused_in_one_line(
+    file: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    model = config_of(tmp_path, attention_dropout=0.0)
+    shutil.copy(tiny_model_dir / "tokenizer.json", tmp_path)
+    own = {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "tokenization_own.py").touch()
+    (tmp_path / file).write_text("import no_such_package\n")
+
+    def load() -> None:
+        setup_model(model, mesh)
+        setup_tokenizer(TokenizerConfig(), model)
+
+    with pytest.raises(ModelError, match=r"model\.name = .*not found in your environment: no_such_package\."):
+        load()
 
 
 def test_dropout_that_cannot_be_left_out_is_refused_in_rl_and_trained_in_sft(tmp_path: Path, mesh: Mesh) -> None:

@@ -114,16 +114,19 @@ def _newest(folder: Path) -> Path:
 def _in_folder(folder: Path, base: str | None) -> FoundModels:
     run = next((RunPaths(each) for each in folder.absolute().parents if (each / "configs").is_dir()), None)
     folder = _exported(folder, run)
-    origin = base or (None if run is None else model_of_run(run))
+    of_run = None if run is None else model_of_run(run)
     if (folder / ADAPTER_CONFIG).is_file():
-        origin = origin or _adapted_model(folder)
+        origin = base or _adapted_model(folder, of_run)
         if origin is None:
             raise StartFault(f"{folder}: an adapter; name the model that it adapts with --base")
         if fault := model_fault(origin, StartDir()):
             raise StartFault(f"{folder} adapts {origin}: {fault}; name that model with --base")
         return FoundModels(ChatModel(str(folder), origin, adapter=str(folder)), ChatModel(origin, origin))
+    origin = base or of_run
     if not (folder / "config.json").is_file() and (folder / "model.safetensors").is_file() and origin is not None:
         # A broadcast holds tensors only.
+        if fault := model_fault(origin, StartDir()):
+            raise StartFault(f"{folder} holds weights of {origin}: {fault}; name that model with --base")
         return _with_base(ChatModel(str(folder), origin, weights=str(folder)), origin, base)
     if fault := model_fault(str(folder), StartDir()):
         raise StartFault(f"{folder}: {fault}{_models_inside(folder)}")
@@ -182,9 +185,14 @@ def model_of_run(run: RunPaths) -> str | None:
     return None
 
 
-def _adapted_model(adapter: Path) -> str | None:
-    name = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
+def _adapted_model(adapter: Path, of_run: str | None) -> str | None:
+    """The model that an adapter changes: the one it names, or `of_run` if only that can be loaded.
+
+    Adapters name a folder's full path. A run's config may name it relative to the directory where the run was started.
+    """
+    own = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = [each for each in (own, of_run) if isinstance(each, str) and each]
+    return next((each for each in named if model_fault(each, StartDir()) is None), named[0] if named else None)
 
 
 def _models_inside(folder: Path) -> str:

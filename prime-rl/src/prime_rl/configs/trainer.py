@@ -111,7 +111,7 @@ class WeightCheckpointConfig(BaseConfig):
     """Write several files instead of one."""
 
     save_format: Literal["safetensors", "torch"] = "safetensors"
-    """File format."""
+    """File format. Evaluations of several checkpoints need `safetensors`; an engine starts with either."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the exported weights. `auto` is the one that the model was published in; float16 becomes bfloat16."""

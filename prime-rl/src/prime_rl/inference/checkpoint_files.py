@@ -48,7 +48,14 @@ def _opened(directory: Path, stack: contextlib.ExitStack) -> dict[Path, Path]:
         if files:
             return files
         if not _is_replaced(directory, folder):
-            raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file")
+            raise WeightError(f"weight directory {str(directory)!r} has no .safetensors file{_advice(_held(folder))}")
+
+
+def _advice(folder: Path) -> str:
+    """What to do with an export that `save_format = "torch"` wrote."""
+    if next(folder.glob("pytorch_model*.bin"), None) is None:
+        return ""
+    return ", but PyTorch's .bin, which a running server does not read: start one with this directory as its model"
 
 
 def _open(path: Path, flags: int, stack: contextlib.ExitStack) -> int:
@@ -89,6 +96,7 @@ def check_same_model(directory: Path, base: Shapes) -> None:
         WeightError: a tensor is missing, unexpected, or has another shape; the message names the first one.
     """
     shapes = checkpoint_shapes(directory)
+    refuse_adapter(directory)
     tied = {"lm_head.weight"}
     for kind, names in (("missing", base.keys() - shapes.keys()), ("unexpected", shapes.keys() - base.keys())):
         if odd := sorted(names - tied):
@@ -96,6 +104,17 @@ def check_same_model(directory: Path, base: Shapes) -> None:
     for name in base.keys() & shapes.keys():
         if shapes[name] != base[name]:
             raise mismatch_error(directory, f"{name} has shape {list(shapes[name])} instead of {list(base[name])}")
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Refuse the directory of an adapter in place of a model's weights.
+
+    Raises:
+        WeightError: the directory holds an adapter.
+    """
+    if (directory / "adapter_config.json").is_file():
+        advice = "load it with /load_lora_adapter, or name weights that it is merged into"
+        raise mismatch_error(directory, f"it is an adapter; {advice}")
 
 
 def mismatch_error(directory: Path, reason: str) -> WeightError:

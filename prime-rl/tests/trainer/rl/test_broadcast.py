@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfig
-from prime_rl.inference.checkpoint_files import WeightError, open_checkpoint
-from prime_rl.inference.embedded.engine.weights import read_weights
+from prime_rl.inference.checkpoint_files import WeightError, check_same_model, open_checkpoint
+from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.weights import save_adapter, save_weights
+from prime_rl.trainer.lora.export import PeftAdapter
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.utils.files import STABLE, scratch_of
@@ -135,3 +137,19 @@ def test_a_checkpoint_that_is_open_stays_whole_when_it_is_replaced_and_deleted(t
         assert load_file(held).keys() == before.keys()
     with pytest.raises(WeightError, match="does not exist"), open_checkpoint(directory):
         pass
+
+
+def test_an_export_in_pytorchs_format_says_how_an_engine_gets_it(tmp_path) -> None:
+    save_weights({"weight": torch.ones(2)}, tmp_path, save_format="torch")
+    reason = r"has no \.safetensors file, but .*start one with this directory as its model"
+    with pytest.raises(WeightError, match=reason), open_checkpoint(tmp_path):
+        pass
+
+
+def test_an_adapter_in_place_of_weights_is_named_as_one(tmp_path, model) -> None:
+    save_adapter(PeftAdapter({"weight": torch.ones(2)}, {}), tmp_path)
+    reason = r"does not fit the model: it is an adapter; .*weights that it is merged into"
+    with pytest.raises(WeightError, match=reason):
+        check_same_model(tmp_path, {"weight": (2,)})
+    with pytest.raises(WeightError, match=reason):
+        load_weights(model, read_weights(tmp_path), tmp_path)

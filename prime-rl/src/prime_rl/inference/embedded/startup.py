@@ -60,6 +60,8 @@ def start_service(config: InferenceConfig) -> Service:
     text = load_text(name, trust, defaults, config.model.chat_template)
     text.refuse_endless_template()
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
+    if texts := served.default_texts():
+        get_logger().info(f"Defaults of requests, from the model's generation_config.json: {', '.join(texts)}")
     parser = TOOL_PARSERS.get(tool_call_parser(config.model, text.template) or "")
     engine = _engine(config, runner)
     engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"

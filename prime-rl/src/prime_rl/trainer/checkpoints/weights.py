@@ -28,6 +28,8 @@ ADAPTER_DIRECTORY = "lora_adapters"
 """Directory of the adapter in an export, with `ckpt.weights.save_adapter_separately`."""
 HUB_FILE_SIZE = "5GB"
 """The hub's limit for a file of weights."""
+_GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+"""What Transformers 4 calls these values in GPT-NeoX; 5 still reads them there."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
@@ -199,12 +201,22 @@ def add_older_keys(config: dict[str, Any]) -> None:
         config["torch_dtype"] = config["dtype"]
     rope = config.get("rope_parameters") or {}
     # Models with a set for each kind of layer, as Gemma 3, have names of their own in 4.
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if "rope_theta" not in rope:
+        return
+    names = _GPT_NEOX_NAMES if str(config.get("model_type")).startswith("gpt_neox") else {}
+    elsewhere = {"rope_theta", "partial_rotary_factor"}
+    config |= {names.get(key, key): rope[key] for key in elsewhere & rope.keys()}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return
+    # Classes of 4 count the keys: Phi-3 takes three, and OLMo two. So the type has one name, and no value is repeated.
+    if "type" in rope or kind == "longrope":
+        elsewhere |= {"rope_type", "type"}
+    if kind == "longrope" and "original_max_position_embeddings" in config:
+        elsewhere.add("original_max_position_embeddings")
+    config["rope_scaling"] = {key: value for key, value in rope.items() if key not in elsewhere}
+    if "rope_type" in elsewhere:
+        config["rope_scaling"]["type"] = kind
 
 
 def _change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -180,7 +180,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
             model_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
             if config.trust_remote_code:
                 load_model_class(model_config, config.name)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
     if fault := quantization_fault(getattr(model_config, "quantization_config", None)):
         raise ModelError(f"model.name = {config.name}: {fault}")
@@ -203,7 +203,7 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     try:
         with loading_code(trust):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         key = "model.name" if config.name is None else "tokenizer.name"
         raise ModelError(_load_error(key, name, error)) from error
     if config.chat_template is not None:
@@ -248,14 +248,14 @@ def _build_full(
 
     A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
     """
-    if config.debug.random_init:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(_RANDOM_INIT_SEED)
-            return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
     try:
+        if config.debug.random_init:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                torch.manual_seed(_RANDOM_INIT_SEED)
+                return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
         model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        hint = "; to start from random weights set model.debug.random_init = true"
+        hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
     # Loading makes every weight a trained one, also those that the model's code declares as frozen.
     for name, declared in _build_blank(model_config, options).named_parameters():
@@ -353,7 +353,8 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 def _load_error(key: str, name: str, error: Exception) -> str:
     """One-line error message for a failure to load `name`, the value of config key `key`."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    # Some of Transformers' messages begin with an empty line.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if Path(name).is_dir():
         return f"{key} = {name}: {reason}"
     if looks_like_path(name):

@@ -234,7 +234,7 @@ def load_model(
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
         raise UnsupportedModel("the model has its own attention code, which is not supported") from exc
-    except (OSError, ValueError, SafetensorError) as exc:
+    except (OSError, ValueError, ImportError, SafetensorError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers decorates `to`, which hides from type checkers that it is a method.
     model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
@@ -253,5 +253,5 @@ def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     """
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, ImportError) as exc:
         raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc

@@ -162,7 +162,7 @@ def load_text(
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, ImportError) as exc:
         raise ModelNotFound(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # If there are no tokenizer files, Transformers returns an empty tokenizer of the model's class.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.checkpoint_files import WeightError, mismatch_error, open_checkpoint
+from prime_rl.inference.checkpoint_files import WeightError, mismatch_error, open_checkpoint, refuse_adapter
 from prime_rl.inference.embedded.errors import first_line
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
@@ -57,8 +57,9 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: 
     experts), Transformers' loader converts the tensors, because it knows the conversion of each architecture.
 
     Raises:
-        WeightError: a tensor is missing, unexpected, or has another shape.
+        WeightError: a tensor is missing, unexpected, or has another shape, or the tensors are an adapter's.
     """
+    refuse_adapter(source)
     own = _untied_state(model)
     tied = model.state_dict().keys() - own.keys()
     if tensors.keys() - tied != own.keys():

@@ -28,7 +28,10 @@ from prime_rl.inference.protocol import (
 )
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default `max_tokens` for text completions. Chats default to the rest of the context."""
+"""OpenAI's default `max_tokens` for text completions. Chats default to the model's own limit, or to the rest of the
+context."""
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+"""What a request may leave to the model, by its name in `generation_config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class ServedModel:
     vocab_size: int
     defaults: GenerationConfig
     """The model's own sampling defaults, used for arguments that a request omits."""
+
+    def default_texts(self) -> list[str]:
+        """The defaults that the model has, as `name = value`."""
+        values = ((name, getattr(self.defaults, name, None)) for name in _DEFAULTS)
+        return [f"{name} = {value}" for name, value in values if value is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,8 @@ class Service:
     def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
         prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body)
         top = body.top_logprobs if body.logprobs else 0
-        return [self._request(body, prompt, body.max_completion_tokens or body.max_tokens, top)]
+        asked = body.max_completion_tokens or body.max_tokens
+        return [self._request(body, prompt, asked or self.model.defaults.max_new_tokens, top)]
 
     def completion_requests(self, body: CompletionBody) -> list[GenerationRequest]:
         prompts = [
