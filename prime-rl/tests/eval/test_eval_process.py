@@ -195,6 +195,26 @@ def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: st
     assert len(command.results) < 32
 
 
+def test_scores_that_a_stopped_evaluation_did_not_report_are_reported_by_the_next(
+    command: Command, server_url: str
+) -> None:
+    options = ["--client.base-url", server_url]
+    metrics = command.out / "metrics.jsonl"
+    assert command.run(*options).returncode == 0
+    (first,) = metrics.read_text().splitlines()
+    metrics.write_text("")  # as after a kill between the last rollout and the report
+    assert command.run(*options).returncode == 0
+    assert command.run(*options).returncode == 0
+    (again,) = map(json.loads, metrics.read_text().splitlines())
+    scores = {name: value for name, value in json.loads(first).items() if name not in ("time", "eval/vowels/time")}
+    assert again == {**scores, "time": again["time"]}
+
+    assert command.run(*options, "--num-examples", 2).returncode == 0
+    (of_two,) = json.loads((command.out / "eval" / "summary.json").read_text())
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert {f"eval/vowels/{name}": value for name, value in of_two["metrics"].items()}.items() <= last.items()
+
+
 def test_a_server_that_cannot_load_its_model_ends_the_evaluation_by_name(command: Command, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(command.model, broken)

@@ -17,6 +17,8 @@ from prime_rl.configs.orchestrator import EvalSamplingConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.history.attempts import read_attempts
+from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
@@ -41,6 +43,8 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 
 UNLIMITED = 1_000_000
 LOOK_EVERY_S = 1.0
+SOURCE = "eval"
+"""Of its lines in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Evaluation:
     results: ResultsFile
     monitor: Monitor
     judges: RunJudges
+    reported: MetricLog
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -199,7 +204,9 @@ class Evaluation:
         )
         if ran:
             metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
-            named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+        named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+        # An earlier start may have made the last rollouts without reporting them, or reported more or fewer rows.
+        if ran or not self._is_reported(candidate.step, named):
             named |= self.judges.take_metrics()
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
         self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
@@ -211,6 +218,11 @@ class Evaluation:
                 f"{candidate}, {of_env.name}: {len(failed)} of {len(wanted)} rollouts failed, "
                 f"one with {failed[0].reason}"
             )
+
+    def _is_reported(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether `metrics.jsonl` ends with these values."""
+        self.reported.refresh(read_attempts(RunPaths(self.config.output_dir)))
+        return self.reported.of_step(step, list(metrics), SOURCE) == metrics
 
     def _fail(self, line: str) -> None:
         get_logger().error(line)
@@ -341,6 +353,7 @@ async def _until_stopped(
         results=results,
         monitor=monitor,
         judges=judges,
+        reported=MetricLog(RunPaths(config.output_dir).metrics),
     )
     main = asyncio.create_task(evaluate(evaluation, candidates))
     signals = StopSignals()
@@ -367,7 +380,7 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
     # An evaluation that finds results of its own adds to them.
-    jsonl = JsonlMonitor(paths.metrics, "eval")
+    jsonl = JsonlMonitor(paths.metrics, SOURCE)
     if trainer_completion() is not None:
         return jsonl  # the trainer sends what it finds there
     resumes = paths.metrics.is_file()

@@ -24,7 +24,7 @@ class EvalProgress:
     done: int
     """Finished rollouts."""
     total: int | None
-    """None if the config leaves it to the environment."""
+    """None if the config leaves it to the environment, or asked for more rows than it has."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """`avg@4` and others, once the environment is done."""
 
@@ -48,16 +48,15 @@ class EvalTally:
         begun = sorted(self._done)
         waiting = [(0, env) for env in totals if not any(env == name for _, name in begun)]
         return tuple(
-            EvalProgress(
-                printable(env),
-                step,
-                self._done[step, env],
-                # An earlier start with more rows has done more.
-                total if (total := totals.get(env)) is not None and total >= self._done[step, env] else None,
-                _scores(metrics, env, step),
-            )
+            _progress(env, step, self._done[step, env], totals.get(env), _scores(metrics, env, step))
             for step, env in [*begun, *waiting]
         )
+
+
+def _progress(env: str, step: int, done: int, total: int | None, scores: dict[str, float]) -> EvalProgress:
+    # An earlier start with more rows has done more. A dataset with fewer is done, and has scores, before the total.
+    is_known = total is not None and (total == done if scores else total >= done)
+    return EvalProgress(printable(env), step, done, total if is_known else None, scores)
 
 
 def expected_rollouts(config: Mapping[str, Any]) -> dict[str, int | None]:
