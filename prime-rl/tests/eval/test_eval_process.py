@@ -166,6 +166,29 @@ def test_what_is_there_is_not_done_again(command: Command, server_url: str, weig
     )
 
 
+def test_a_step_with_other_weights_than_before_is_evaluated_again(
+    command: Command, server_url: str, weights_dir: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "weights"
+    shutil.copytree(weights_dir / "step_1", own / "step_2")
+    options = ["--client.base-url", server_url, "--weights-dir", own, "--num-examples", 2]
+    assert command.run(*options).returncode == 0
+    before = command.results
+    shutil.copytree(weights_dir / "step_1", own / "step_2", dirs_exist_ok=True)  # a copy is the same
+    assert "4 rollouts in" in command.run(*options).stdout
+    assert command.results == before
+
+    shutil.copytree(weights_dir / "step_2", own / "step_2", dirs_exist_ok=True)
+    again = command.run(*options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    kept = command.out / "eval" / "results.1.jsonl"
+    assert "step 2: its weights have changed since it was evaluated: it is evaluated again" in again.stdout
+    assert "base: 2 of 2 rollouts are there already" in again.stdout
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == before
+    assert len(command.results) == 4
+    assert command.answers(2) != command.answers(0)
+
+
 def test_answers_of_a_checkpoint_end_where_its_own_generation_config_says(
     command: Command, server_url: str, weights_dir: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
         (kept,) = again.select(0, "a")
     assert kept == result(0)
     assert (kept.as_rollout().reward, kept.as_rollout().completion_tokens) == (1.0, 3)
+
+
+def test_a_rollout_that_is_made_again_is_in_the_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    failed = replace(result(0, reward=0.0), reward_errors={"score": "ValueError: no score today"})
+    with ResultsFile(path) as results:
+        results.add(failed)
+        results.add(result(1))
+    with ResultsFile(path) as results:
+        assert failed.key not in results
+        results.add(result(0))
+    assert [json.loads(line)["reward"] for line in path.read_text().splitlines()] == [1.0, 1.0]
 
 
 def test_half_a_line_of_a_crash_is_dropped_and_written_again(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import Ending, StopSignals
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.completion import TRAINER_VARIABLE
-from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following
+from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
@@ -148,6 +148,7 @@ class Evaluation:
 
     async def _complete(self, candidate: Candidate) -> None:
         """Make and score the rollouts of one candidate that are missing."""
+        self._forget_other_weights(candidate)
         keys = [key for each in self.sets for key in each.keys(candidate.step)]
         missing = [key for key in keys if key not in self.results]
         if len(missing) < len(keys):
@@ -169,6 +170,16 @@ class Evaluation:
             )
         for each in self.sets:
             self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
+
+    def _forget_other_weights(self, candidate: Candidate) -> None:
+        fingerprint = candidate.fingerprint(self.config.model.name)
+        if not has_other_weights(EvalPaths(self.config.output_dir), candidate.step, fingerprint):
+            return
+        if copy := self.results.set_aside(candidate.step):
+            get_logger().warning(
+                f"{candidate}: its weights have changed since it was evaluated: it is evaluated again; "
+                f"the earlier rollouts are in {copy}"
+            )
 
     async def _load(self, candidate: Candidate) -> None:
         """Load the candidate's weights into the servers. Raises InferenceFault."""

@@ -7,6 +7,7 @@ EvaluationRefused
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -23,6 +24,8 @@ from prime_rl.utils.files import nearest_path, replacing_file
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
 
+_BLOCK_BYTES = 2**16
+_BLOCKS = 1024
 BASE_STEP = 0
 """The step under which the base model's results are stored."""
 
@@ -49,6 +52,25 @@ class Candidate:
 
     def __str__(self) -> str:
         return "base" if self.weights is None else f"step {self.step}"
+
+    def fingerprint(self, base: str) -> str | None:
+        """Changes when the weights do, and not when they are copied. None for a base model that is no directory."""
+        folder = Path(base) if self.weights is None else self.weights
+        return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
+
+
+def content_fingerprint(files: Iterable[Path]) -> str:
+    """A hash of the names, the sizes and the content of files; of large ones, of 1,024 blocks spread over them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        stride = max(_BLOCK_BYTES, size // _BLOCKS)
+        with file.open("rb") as content:
+            for start in range(0, size, stride):
+                content.seek(start)
+                digest.update(content.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
@@ -177,6 +199,8 @@ class EvaluatedSteps:
         return step not in self.read()
 
 
+WEIGHTS = "weights"
+"""Key of the settings that are kept: the fingerprint of the weights of each step."""
 _AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout_s"}
 """Those of an agent that its results depend on."""
 
@@ -211,14 +235,28 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
         return current
     earlier = json.loads(paths.settings.read_text(encoding="utf-8"))
     environments = {**earlier["environments"], **current["environments"]}
-    changed = [key for key in earlier if key != "environments" and earlier[key] != current[key]]
+    changed = [key for key in earlier if key not in ("environments", WEIGHTS) and earlier[key] != current.get(key)]
     changed += [f"environment {name!r}" for name, each in earlier["environments"].items() if environments[name] != each]
     if changed:
         raise OtherEvaluation(
             f"{paths.root} holds results that were made with another {' and another '.join(changed)}: "
             "choose another --output-dir"
         )
-    return {**current, "environments": environments}
+    kept = {WEIGHTS: earlier[WEIGHTS]} if WEIGHTS in earlier else {}
+    return {**current, "environments": environments, **kept}
+
+
+def has_other_weights(paths: EvalPaths, step: int, fingerprint: str | None) -> bool:
+    """Whether the results of a step were made with weights of another fingerprint. Remembers this one."""
+    if fingerprint is None or not paths.settings.is_file():
+        return False
+    settings: dict[str, Any] = json.loads(paths.settings.read_text(encoding="utf-8"))
+    known = settings.setdefault(WEIGHTS, {})
+    earlier = known.get(str(step))
+    if earlier != fingerprint:
+        known[str(step)] = fingerprint
+        save_settings(paths, settings)
+    return earlier not in (None, fingerprint)
 
 
 def prepare_evaluations(paths: RunPaths, resume_step: int | None, settings: Mapping[str, Any] | None) -> None:
