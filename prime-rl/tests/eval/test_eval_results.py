@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.eval.report import Row, print_table, unscored_line
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
@@ -19,9 +21,11 @@ from prime_rl.run.evaluations import (
     check_settings,
     find_candidates,
     save_settings,
+    settings_of,
 )
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import EvalPaths
+from prime_rl.utils.pydantic_config import load_config
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
 
@@ -92,6 +96,41 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path, change: dict, n
     save_settings(paths, check_settings(paths, SETTINGS))
     with pytest.raises(OtherEvaluation, match=named):
         check_settings(paths, {**SETTINGS, **change})
+
+
+JUDGE = '{"j": {"model": "judge", "sampling": {"temperature": %s}}}'
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--inference.model.chat-template", "chatml"], "another inference.model"),
+        (["--inference.model.max-model-len", "64"], "another inference.model"),
+        (["--client.base-url", "http://127.0.0.1:1/v1"], "another inference.model"),
+        (["--judge", JUDGE % 1], "another environment 'a'"),
+        (["--env", '[{"id": "a"}]'], "another environment 'a'"),
+        (["--inference.gpu-memory-utilization", "0.5"], None),
+    ],
+)
+def test_results_of_another_server_or_judge_are_not_mixed(
+    tmp_path: Path, options: list[str], named: str | None
+) -> None:
+    paths = EvalPaths(tmp_path)
+    asked = {"--judge": JUDGE % 0, "--env": '[{"id": "a", "judge": "j"}]'}
+
+    def settings(more: list[str]) -> dict:
+        words = {**asked, **dict(zip(more[::2], more[1::2], strict=True))}
+        return settings_of(load_config(OfflineEvalConfig, [], [word for pair in words.items() for word in pair]))
+
+    save_settings(paths, check_settings(paths, settings([])))
+    with nullcontext() if named is None else pytest.raises(OtherEvaluation, match=named):
+        check_settings(paths, settings(options))
+
+
+def test_an_evaluation_of_an_earlier_version_goes_on_with_the_server_it_has(tmp_path: Path) -> None:
+    paths = EvalPaths(tmp_path)
+    save_settings(paths, check_settings(paths, SETTINGS))
+    assert check_settings(paths, {**SETTINGS, "inference.model": {"dtype": "auto"}})["inference server"]
 
 
 @pytest.fixture

@@ -205,19 +205,32 @@ _AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout
 """Those of an agent that its results depend on."""
 
 
+_SERVER_KEYS = {"dtype", "max_model_len", "tool_call_parser", "reasoning_parser", "chat_template", "rope_scaling"}
+"""Those of the server's model."""
+_JUDGE_KEYS = {
+    "model": True,
+    "sampling": True,
+    "engine": {"dtype", "max_model_len", "chat_template", "reasoning_parser"},
+}
+
+
 def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
     """The settings that results depend on, apart from their number."""
     described = {"id", "args", "extra_env_kwargs"}
+    server = config.inference
     return {
         "model": config.model.name,
         "weights_dir": None if config.weights_dir is None else str(config.weights_dir.resolve()),
         "sampling": config.sampling.model_dump(),
+        "inference.model": None if server is None else server.model.model_dump(include=_SERVER_KEYS),
         "environments": {
             env.name or env.id: {
                 **env.model_dump(include=described),
                 **({} if env.python is None else {"python": str(env.python)}),
                 **(env.model_dump(include=_AGENT_KEYS) if env.is_agent else {}),
                 **({} if env.project is None else {"project": str(env.project)}),
+                **{key: table for key in ("taskset", "agent") if (table := getattr(env, key))},
+                **({} if env.judge is None else {"judge": config.judge[env.judge].model_dump(include=_JUDGE_KEYS)}),
             }
             for env in config.environments
         },
