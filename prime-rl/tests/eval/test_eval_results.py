@@ -130,7 +130,7 @@ def test_results_of_another_server_or_judge_are_not_mixed(
 def test_an_evaluation_of_an_earlier_version_goes_on_with_the_server_it_has(tmp_path: Path) -> None:
     paths = EvalPaths(tmp_path)
     save_settings(paths, check_settings(paths, SETTINGS))
-    assert check_settings(paths, {**SETTINGS, "inference.model": {"dtype": "auto"}})["inference server"]
+    assert check_settings(paths, {**SETTINGS, "inference.model": {"dtype": "auto"}})["inference.model"]
 
 
 @pytest.fixture
