@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pytest
+
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValConfig
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule
+from prime_rl.monitors import JsonlMonitor
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
-from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.files import replacing_directory
 
 
@@ -148,6 +154,32 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
     await policy.require_version(1)
     assert loaded == [paths.broadcast(1)]
     following.cancel()
+
+
+@pytest.mark.parametrize(("evaluated", "is_evaluated_again"), [([], True), ([0, 1], True), ([0, 2], False)])
+async def test_a_run_that_was_stopped_in_its_last_evaluation_makes_it_when_it_resumes(
+    tmp_path: Path, evaluated: list[int], is_evaluated_again: bool
+) -> None:
+    run = RunPaths(tmp_path)
+    monitor = JsonlMonitor(run.metrics, "orchestrator")
+    for version in evaluated:
+        monitor.log({"progress/ckpt_step": version, "eval/a/avg@1": 0.5}, version)
+    config = EvalConfig()
+    with RolloutLog(run.orchestrator, None, False, "tiny") as rollout_log:
+        evaluator = Evaluator(
+            config=config,
+            sets=[],
+            schedule=EvalSchedule.from_config(config, 2),
+            policy=Policy(run.orchestrator, Pool(), AsyncLimits(1), 3600.0, 2),
+            pool=Pool(),
+            monitor=monitor,
+            rollout_log=rollout_log,
+            max_concurrent=1,
+            was_evaluated=partial(is_reported, run),
+        )
+        await evaluator.finish(2)
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert steps == [*evaluated, *([2] if is_evaluated_again else [])]
 
 
 def test_eval_requests_carry_what_is_set_and_nothing_else() -> None:
