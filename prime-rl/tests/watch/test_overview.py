@@ -185,6 +185,8 @@ def test_an_environment_with_fewer_rows_than_asked_for_is_not_shown_as_half_done
     assert "4/8 rollouts" in text_of(overview_of(folder))
     folder.metrics("eval", 0, **{"eval/a/avg@1": 0.25})
     assert "4 rollouts  avg@1 0.250" in text_of(overview_of(folder))
+    folder.metrics("eval", 0, **{"eval/a/avg@1": 0.25, "eval/a/failed/count": 4})
+    assert "4/8 rollouts  avg@1 0.250" in text_of(overview_of(folder))
 
 
 @pytest.mark.parametrize("damage", ["", "{", "\0" * 100, "[1, 2]"])

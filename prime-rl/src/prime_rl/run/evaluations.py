@@ -207,7 +207,7 @@ _AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout
 
 _SERVER_KEYS = {"dtype", "max_model_len", "tool_call_parser", "reasoning_parser", "chat_template", "rope_scaling"}
 """Those of the server's model."""
-_JUDGE_KEYS = {
+_JUDGE_KEYS: dict[str, Any] = {
     "model": True,
     "sampling": True,
     "engine": {"dtype", "max_model_len", "chat_template", "reasoning_parser"},
