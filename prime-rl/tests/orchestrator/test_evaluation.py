@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -117,6 +118,15 @@ def test_failures_have_no_score_and_partial_rewards_no_pass_at_k(rollout) -> Non
     assert (metrics["avg@2"], metrics["failed/count"], metrics["failed/mean"]) == (0.5, 1, 0.5)
     assert not any(name.startswith("pass@") for name in metrics)
     assert eval_metrics(outcomes[1:], 2) == {"failed/count": 1, "failed/mean": 1.0}
+
+
+def test_an_example_counts_alike_if_some_of_its_rollouts_failed(rollout) -> None:
+    solved = [rollout(reward=1.0, metrics={"right": 1.0}) for _ in range(3)]
+    missed = [replace(rollout(reward=0.0, metrics={"right": 0.0}), example=ExampleRef("letters", 1))]
+    outcomes = [Outcome(each.example, [each]) for each in (*solved, *missed)]
+    failed = [Outcome(ExampleRef("letters", 1), [], failed=1, reason="down")] * 2
+    metrics = eval_metrics([*outcomes, *failed], 3, {"right": 1.0})
+    assert (metrics["avg@3"], metrics["pass@1"], metrics["reward_parts/right"]) == (0.5, 0.5, 0.5)
 
 
 def test_reward_functions_are_averaged_over_the_rollouts_that_they_scored(rollout) -> None:
