@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValConfig
 from prime_rl.monitors import JsonlMonitor
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, Evaluator, is_reported
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -166,6 +167,33 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
     following.cancel()
 
 
+def evaluator_of(run: RunPaths, resumed_version: int, sets: Sequence[EvalSet] = ()) -> Evaluator:
+    return Evaluator(
+        config=EvalConfig(),
+        sets=sets,
+        schedule=EvalSchedule.from_config(EvalConfig(), resumed_version),
+        policy=Policy(run.orchestrator, Pool(), AsyncLimits(1), 3600.0, resumed_version),
+        pool=Pool(),
+        monitor=JsonlMonitor(run.metrics, "orchestrator"),
+        rollout_log=RolloutLog(run.orchestrator, None, False, "tiny"),
+        max_concurrent=1,
+        was_evaluated=partial(is_reported, run),
+    )
+
+
+async def test_an_evaluation_says_that_failed_reward_functions_lowered_its_scores(
+    tmp_path: Path, rollout, caplog
+) -> None:
+    environment = Environment(partial(rollout, reward_errors={"right": "ValueError: no score today"}))
+    environment.reward_functions = {"right": 1.0}
+    evaluator = evaluator_of(RunPaths(tmp_path), 0, [EvalSet("letters", environment, range(2), 1, 0)])
+    await evaluator.finish(0)
+    assert (
+        "Evaluation on 'letters': 2 of 2 rollouts had a reward function that failed, which counts as 0; "
+        "the first: right: ValueError: no score today"
+    ) in caplog.messages
+
+
 @pytest.mark.parametrize(("evaluated", "is_evaluated_again"), [([], True), ([0, 1], True), ([0, 2], False)])
 async def test_a_run_that_was_stopped_in_its_last_evaluation_makes_it_when_it_resumes(
     tmp_path: Path, evaluated: list[int], is_evaluated_again: bool
@@ -174,20 +202,7 @@ async def test_a_run_that_was_stopped_in_its_last_evaluation_makes_it_when_it_re
     monitor = JsonlMonitor(run.metrics, "orchestrator")
     for version in evaluated:
         monitor.log({"progress/ckpt_step": version, "eval/a/avg@1": 0.5}, version)
-    config = EvalConfig()
-    with RolloutLog(run.orchestrator, None, False, "tiny") as rollout_log:
-        evaluator = Evaluator(
-            config=config,
-            sets=[],
-            schedule=EvalSchedule.from_config(config, 2),
-            policy=Policy(run.orchestrator, Pool(), AsyncLimits(1), 3600.0, 2),
-            pool=Pool(),
-            monitor=monitor,
-            rollout_log=rollout_log,
-            max_concurrent=1,
-            was_evaluated=partial(is_reported, run),
-        )
-        await evaluator.finish(2)
+    await evaluator_of(run, 2).finish(2)
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == [*evaluated, *([2] if is_evaluated_again else [])]
 

@@ -15,7 +15,7 @@ from typing import Any
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
+from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
@@ -26,7 +26,7 @@ from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments, rows_to_evaluate
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout

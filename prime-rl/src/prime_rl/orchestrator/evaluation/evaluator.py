@@ -13,7 +13,7 @@ from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.env_servers.environments import Environment, rows_to_evaluate
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, ServerPool, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
@@ -144,6 +144,8 @@ def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes:
             f"Evaluation on {name!r}: {metrics['failed/count']} rollouts failed and are not scored; "
             f"first error: {reason}"
         )
+    if line := unscored_line([rollout for outcome in outcomes for rollout in outcome.rollouts]):
+        get_logger().warning(f"Evaluation on {name!r}: {line}")
     scores = [f"{title}: {metrics[name]:.4f}" for name, title in score_titles(metrics).items()]
     shown = " | ".join([*(scores or ["no rollout succeeded"]), f"Time: {metrics['time']:.2f}s"])
     get_logger().log(SUCCESS, f"Evaluation on {name!r} | Version: {version} | {shown}")

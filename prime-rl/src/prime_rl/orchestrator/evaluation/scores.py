@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
 from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.utils.logger import count_of
+from prime_rl.utils.pydantic_config.errors import one_line
 
 
 def eval_metrics(
@@ -16,9 +18,9 @@ def eval_metrics(
     """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
 
     Scores are means over examples of the means over their rollouts: an example counts alike if some of its rollouts
-    failed, and for rewards of 0 and 1 `avg@n` is `pass@1`. Includes `pass@k` only if every reward is 0 or 1. Lengths are
-    in tokens. The means of the reward functions, given with their weights, are `reward_parts/*`, or `metrics/*` for
-    those of weight 0.
+    failed, and for rewards of 0 and 1 `avg@n` is `pass@1`. Includes `pass@k` only if every reward is 0 or 1. Lengths
+    are in tokens. The means of the reward functions, given with their weights, are `reward_parts/*`, or `metrics/*`
+    for those of weight 0.
     """
     rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
     failed = sum(outcome.failed for outcome in outcomes)
@@ -89,3 +91,14 @@ def has_response(rollout: Rollout) -> bool:
 def reward_error_share(rollouts: Sequence[Rollout]) -> float:
     """Fraction of rollouts with a reward function that failed. Such rollouts are scored, but not trained on."""
     return statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts)
+
+
+def unscored_line(rollouts: Sequence[Rollout]) -> str | None:
+    """Says how many of the rollouts have a score that a failed reward function lowered; None if none has."""
+    failed = [rollout.reward_errors for rollout in rollouts if rollout.reward_errors]
+    if not failed:
+        return None
+    function, trace = next(iter(failed[0].items()))
+    reason = one_line((trace.strip().splitlines() or ["no reason"])[-1])
+    shares = f"{len(failed)} of {count_of('rollout', len(rollouts))}"
+    return f"{shares} had a reward function that failed, which counts as 0; the first: {function}: {reason}"
