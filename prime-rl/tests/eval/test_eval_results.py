@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.eval.report import Row, print_table
 from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.run import other_template
 from prime_rl.orchestrator.evaluation.scores import unscored_line
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.run.evaluations import (
+    Candidate,
     Following,
     MissingSteps,
     OtherEvaluation,
@@ -132,6 +135,31 @@ def test_an_evaluation_of_an_earlier_version_goes_on_with_the_server_it_has(tmp_
     paths = EvalPaths(tmp_path)
     save_settings(paths, check_settings(paths, SETTINGS))
     assert check_settings(paths, {**SETTINGS, "inference.model": {"dtype": "auto"}})["inference.model"]
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "asked_with"),
+    [
+        ("{{ base }}", None, None),
+        ("{{ other }}", None, "that of BASE"),
+        ("{{ other }}", "{{ other }}", None),
+        ("{{ base }}", "{{ other }}", "that of inference.model.chat_template"),
+    ],
+)
+def test_weights_that_are_asked_with_another_chat_template_than_their_own_are_told(
+    tmp_path: Path, own: str, named: str | None, asked_with: str | None
+) -> None:
+    for name, template in (("base", "{{ base }}\n"), ("step_4", own)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+    server = InferenceConfig(model={"name": str(tmp_path / "base"), "chat_template": named})
+    line = other_template(Candidate(4, tmp_path / "step_4"), server)
+    if asked_with is None:
+        assert line is None
+    else:
+        assert line is not None
+        assert asked_with.replace("BASE", str(tmp_path / "base")) in line
+    assert other_template(Candidate(0, None), server) is None
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.tool_parsers import model_template
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
 from prime_rl.eval.report import Row, print_table, write_summary
@@ -159,6 +162,8 @@ class Evaluation:
             try:
                 sampling = sampling_of(candidate, self.config.sampling)
                 await self._load(candidate)
+                if line := other_template(candidate, self.config.inference):
+                    get_logger().warning(line)
             except InferenceFault as fault:
                 self._fail(f"{candidate}: {fault}")
                 return
@@ -258,6 +263,25 @@ def sampling_of(candidate: Candidate, sampling: EvalSamplingConfig) -> EvalSampl
     ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
     stops = [*sampling.extra_body.get("stop_token_ids", []), *ends]
     return sampling.model_copy(update={"extra_body": {**sampling.extra_body, "stop_token_ids": stops}})
+
+
+def other_template(candidate: Candidate, server: InferenceConfig | None) -> str | None:
+    """A warning if the server, started with the base model, does not ask with the chat template of these weights.
+
+    None for a server that runs elsewhere, which tells nobody its template.
+    """
+    own = None if candidate.weights is None or server is None else model_template(str(candidate.weights))
+    if own is None or server is None:
+        return None
+    named = server.model.chat_template
+    asked = model_template(server.model.name) if named is None else read_template("chat_template", named)
+    if asked is None or asked.strip() == own.strip():
+        return None
+    return (
+        f"{candidate}: asked with another chat template than its own, that of "
+        f"{server.model.name if named is None else 'inference.model.chat_template'}; for its own, set "
+        f"inference.model.chat_template to {candidate.weights}/chat_template.jinja"
+    )
 
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
