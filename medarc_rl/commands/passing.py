@@ -17,6 +17,7 @@ from medarc_rl.errors import UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from medarc_rl.utils import load_run
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rollouts.environments import EvalEnvConfig
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.run import launch
 from prime_rl.watch.screens import eval_screen
@@ -81,8 +82,17 @@ def _plan(config: OfflineEvalConfig, options: PasskOptions) -> dict[str, Any]:
         "threshold": options.threshold,
         "step": options.step,
         "env": options.env,
+        "asked": {each.name or each.id: _asked(each) for each in config.environments},
         "curriculum": None if options.curriculum is None else str(options.curriculum),
         "order": options.order,
         "min_pass_rate": options.min_pass_rate,
         "max_pass_rate": options.max_pass_rate,
     }
+
+
+def _asked(env: EvalEnvConfig) -> tuple[int, int | None, int]:
+    """First row, end of the rows (None is all), and attempts at each."""
+    count, attempts = env.num_examples, env.rollouts_per_example
+    assert count is not None  # `OfflineEvalConfig.environments` fills them in
+    assert attempts is not None
+    return env.skip_first, None if count < 0 else env.skip_first + count, attempts

@@ -76,7 +76,7 @@ def _steps(run: RunHistory) -> Tile:
     if run.kind == "eval":
         names = set(evaluation_names(run))
         candidates = {step for name in names for step in evaluation_series(run, name)}
-        environments = {name.split("/")[1] for name in names}
+        environments = {name.rpartition("/")[0] for name in names}
         return Tile(
             "Evaluated",
             counted(len(candidates), "set of weights", "sets of weights"),

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_runs import add_attempts, make_run
+from report_runs import START, add_attempts, make_run
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_train
@@ -157,6 +157,15 @@ def test_every_kind_of_run_has_a_report(kind: str, steps: int, tmp_path: Path) -
         told = " ".join(reader.sections.values())
         assert "No step has been finished" in told or "No set of weights has been evaluated" in told
         assert reader.charts == {}
+
+
+def test_environments_of_one_owner_are_counted_each(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "eval", 1)
+    scores = {f"eval/{env}/avg@4": 0.5 for env in ("hub/words", "hub/letters")}
+    with paths.metrics.open("a") as metrics:
+        metrics.write(json.dumps({"time": START, "source": "eval", "step": 0, **scores}) + "\n")
+    assert report(paths.root).exit_code == 0
+    assert "3 environments" in page_of(paths.root)
 
 
 def test_rows_and_validation_of_sft_are_shown(tmp_path: Path) -> None:

@@ -166,6 +166,29 @@ def test_what_is_there_is_not_done_again(command: Command, server_url: str, weig
     )
 
 
+def test_a_step_with_other_weights_than_before_is_evaluated_again(
+    command: Command, server_url: str, weights_dir: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "weights"
+    shutil.copytree(weights_dir / "step_1", own / "step_2")
+    options = ["--client.base-url", server_url, "--weights-dir", own, "--num-examples", 2]
+    assert command.run(*options).returncode == 0
+    before = command.results
+    shutil.copytree(weights_dir / "step_1", own / "step_2", dirs_exist_ok=True)  # a copy is the same
+    assert "4 rollouts in" in command.run(*options).stdout
+    assert command.results == before
+
+    shutil.copytree(weights_dir / "step_2", own / "step_2", dirs_exist_ok=True)
+    again = command.run(*options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    kept = command.out / "eval" / "results.1.jsonl"
+    assert "step 2: its weights have changed since it was evaluated: it is evaluated again" in again.stdout
+    assert "base: 2 of 2 rollouts are there already" in again.stdout
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == before
+    assert len(command.results) == 4
+    assert command.answers(2) != command.answers(0)
+
+
 def test_answers_of_a_checkpoint_end_where_its_own_generation_config_says(
     command: Command, server_url: str, weights_dir: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +216,26 @@ def test_a_stopped_evaluation_keeps_what_it_has(command: Command, server_url: st
     assert process.returncode == 143
     assert len([each for each in command.results if each["step"] == 0]) == 16
     assert len(command.results) < 32
+
+
+def test_scores_that_a_stopped_evaluation_did_not_report_are_reported_by_the_next(
+    command: Command, server_url: str
+) -> None:
+    options = ["--client.base-url", server_url]
+    metrics = command.out / "metrics.jsonl"
+    assert command.run(*options).returncode == 0
+    (first,) = metrics.read_text().splitlines()
+    metrics.write_text("")  # as after a kill between the last rollout and the report
+    assert command.run(*options).returncode == 0
+    assert command.run(*options).returncode == 0
+    (again,) = map(json.loads, metrics.read_text().splitlines())
+    scores = {name: value for name, value in json.loads(first).items() if name not in ("time", "eval/vowels/time")}
+    assert again == {**scores, "time": again["time"]}
+
+    assert command.run(*options, "--num-examples", 2).returncode == 0
+    (of_two,) = json.loads((command.out / "eval" / "summary.json").read_text())
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert {f"eval/vowels/{name}": value for name, value in of_two["metrics"].items()}.items() <= last.items()
 
 
 def test_a_server_that_cannot_load_its_model_ends_the_evaluation_by_name(command: Command, tmp_path: Path) -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prime_rl.eval.report import Row, print_table, unscored_line
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.eval.report import Row, print_table
 from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.run import other_template
+from prime_rl.orchestrator.evaluation.scores import unscored_line
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.run.evaluations import (
+    Candidate,
     Following,
     MissingSteps,
     OtherEvaluation,
     check_settings,
     find_candidates,
     save_settings,
+    settings_of,
 )
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import EvalPaths
+from prime_rl.utils.pydantic_config import load_config
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
 
@@ -45,6 +54,18 @@ def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
         (kept,) = again.select(0, "a")
     assert kept == result(0)
     assert (kept.as_rollout().reward, kept.as_rollout().completion_tokens) == (1.0, 3)
+
+
+def test_a_rollout_that_is_made_again_is_in_the_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    failed = replace(result(0, reward=0.0), reward_errors={"score": "ValueError: no score today"})
+    with ResultsFile(path) as results:
+        results.add(failed)
+        results.add(result(1))
+    with ResultsFile(path) as results:
+        assert failed.key not in results
+        results.add(result(0))
+    assert [json.loads(line)["reward"] for line in path.read_text().splitlines()] == [1.0, 1.0]
 
 
 def test_half_a_line_of_a_crash_is_dropped_and_written_again(tmp_path: Path) -> None:
@@ -79,6 +100,66 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path, change: dict, n
     save_settings(paths, check_settings(paths, SETTINGS))
     with pytest.raises(OtherEvaluation, match=named):
         check_settings(paths, {**SETTINGS, **change})
+
+
+JUDGE = '{"j": {"model": "judge", "sampling": {"temperature": %s}}}'
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--inference.model.chat-template", "chatml"], "another inference.model"),
+        (["--inference.model.max-model-len", "64"], "another inference.model"),
+        (["--client.base-url", "http://127.0.0.1:1/v1"], "another inference.model"),
+        (["--judge", JUDGE % 1], "another environment 'a'"),
+        (["--env", '[{"id": "a"}]'], "another environment 'a'"),
+        (["--inference.gpu-memory-utilization", "0.5"], None),
+    ],
+)
+def test_results_of_another_server_or_judge_are_not_mixed(
+    tmp_path: Path, options: list[str], named: str | None
+) -> None:
+    paths = EvalPaths(tmp_path)
+    asked = {"--judge": JUDGE % 0, "--env": '[{"id": "a", "judge": "j"}]'}
+
+    def settings(more: list[str]) -> dict:
+        words = {**asked, **dict(zip(more[::2], more[1::2], strict=True))}
+        return settings_of(load_config(OfflineEvalConfig, [], [word for pair in words.items() for word in pair]))
+
+    save_settings(paths, check_settings(paths, settings([])))
+    with nullcontext() if named is None else pytest.raises(OtherEvaluation, match=named):
+        check_settings(paths, settings(options))
+
+
+def test_an_evaluation_of_an_earlier_version_goes_on_with_the_server_it_has(tmp_path: Path) -> None:
+    paths = EvalPaths(tmp_path)
+    save_settings(paths, check_settings(paths, SETTINGS))
+    assert check_settings(paths, {**SETTINGS, "inference.model": {"dtype": "auto"}})["inference.model"]
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "asked_with"),
+    [
+        ("{{ base }}", None, None),
+        ("{{ other }}", None, "that of BASE"),
+        ("{{ other }}", "{{ other }}", None),
+        ("{{ base }}", "{{ other }}", "that of inference.model.chat_template"),
+    ],
+)
+def test_weights_that_are_asked_with_another_chat_template_than_their_own_are_told(
+    tmp_path: Path, own: str, named: str | None, asked_with: str | None
+) -> None:
+    for name, template in (("base", "{{ base }}\n"), ("step_4", own)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+    server = InferenceConfig(model={"name": str(tmp_path / "base"), "chat_template": named})
+    line = other_template(Candidate(4, tmp_path / "step_4"), server)
+    if asked_with is None:
+        assert line is None
+    else:
+        assert line is not None
+        assert asked_with.replace("BASE", str(tmp_path / "base")) in line
+    assert other_template(Candidate(0, None), server) is None
 
 
 @pytest.fixture

@@ -89,6 +89,14 @@ def test_the_process_writes_a_table_that_a_dataset_can_be_filtered_by(plan: Pass
     assert (tmp_path / "rates.csv").stat().st_mode & 0o777 == 0o600
 
 
+def test_results_of_an_earlier_start_with_more_rows_attempts_or_environments_do_not_count(plan: PassPlan) -> None:
+    rates = pass_rates(replace(plan, asked={"rows": (1, 3, 2)}))
+    assert [(rate.prompt_id, rate.n, rate.correct) for rate in rates] == [("p1", 2, 1), ("p2", 2, 2)]
+    assert [rate.n for rate in pass_rates(replace(plan, asked={"rows": (3, None, 4)}))] == [4, 4]
+    with pytest.raises(RowsFault, match="no scored rollout"):
+        pass_rates(replace(plan, asked={"other": (0, None, 4)}))
+
+
 def test_what_cannot_be_done_is_one_line(plan: PassPlan, tmp_path: Path) -> None:
     for wrong, fault in (
         (replace(plan, env="other"), "no scored rollout of environment 'other'"),

@@ -185,3 +185,15 @@ def test_a_file_is_read_whole_however_large_its_lines_are(log: MetricLog) -> Non
     log.refresh([])
     assert list(log.series("loss", "trainer")) == list(range(6))
     assert log.damaged_lines == 0
+
+
+def test_scores_of_an_evaluation_are_those_of_the_version_and_a_resume_from_it_keeps_them(log: MetricLog) -> None:
+    append(log, 5, 1.0, "orchestrator", **{"progress/ckpt_step": 4, "eval/a/avg@1": 0.5})
+    append(log, 5, 2.0, "orchestrator", **{"progress/ckpt_step": 4, "reward/mean": 0.25})
+    log.refresh([])
+    assert log.series("eval/a/avg@1", "orchestrator") == {4: 0.5}
+    assert log.series("reward/mean", "orchestrator") == {5: 0.25}
+    append(log, 4, 4.0, "orchestrator", **{"progress/ckpt_step": 4, "reward/mean": 0.75})
+    log.refresh([attempt(1, 0.0), attempt(2, 3.0, step=4)])
+    assert log.series("eval/a/avg@1", "orchestrator") == {4: 0.5}
+    assert log.series("reward/mean", "orchestrator") == {4: 0.75}

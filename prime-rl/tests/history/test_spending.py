@@ -48,6 +48,13 @@ def test_phases_add_up_to_the_steps(tmp_path: Path) -> None:
     assert orchestrator.totals_s == {"generate and score": 28.0, "wait for weights": 8.0, "save": 2.0, "other": 4.0}
 
 
+def test_the_time_of_evaluations_counts_environments_with_a_slash_and_no_function_called_time(tmp_path: Path) -> None:
+    evaluation = {"eval/hub/words/time": 4.0, "eval/letters/time": 3.0, "eval/letters/metrics/time": 90.0}
+    record = {"time": START_S + 60, "source": "orchestrator", "step": 4, "progress/ckpt_step": 4, **evaluation}
+    _, orchestrator = phases_of(history_of(tmp_path, [*step_records(4, 6.0, 2.0), record], []))
+    assert orchestrator.totals_s["evaluate"] == 4.0
+
+
 @pytest.mark.parametrize(
     ("steps", "trainer_waits_s", "orchestrator_waits_s", "words"),
     [

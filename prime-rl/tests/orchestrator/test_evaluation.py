@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pytest
+
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValConfig
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule
+from prime_rl.monitors import JsonlMonitor
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
-from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.files import replacing_directory
 
 
@@ -113,6 +121,15 @@ def test_failures_have_no_score_and_partial_rewards_no_pass_at_k(rollout) -> Non
     assert eval_metrics(outcomes[1:], 2) == {"failed/count": 1, "failed/mean": 1.0}
 
 
+def test_an_example_counts_alike_if_some_of_its_rollouts_failed(rollout) -> None:
+    solved = [rollout(reward=1.0, metrics={"right": 1.0}) for _ in range(3)]
+    missed = [replace(rollout(reward=0.0, metrics={"right": 0.0}), example=ExampleRef("letters", 1))]
+    outcomes = [Outcome(each.example, [each]) for each in (*solved, *missed)]
+    failed = [Outcome(ExampleRef("letters", 1), [], failed=1, reason="down")] * 2
+    metrics = eval_metrics([*outcomes, *failed], 3, {"right": 1.0})
+    assert (metrics["avg@3"], metrics["pass@1"], metrics["reward_parts/right"]) == (0.5, 0.5, 0.5)
+
+
 def test_reward_functions_are_averaged_over_the_rollouts_that_they_scored(rollout) -> None:
     scored = [rollout(reward=value, metrics={"right": value, "words": 3.0, "num_turns": 1.0}) for value in (0.0, 1.0)]
     outcomes = [Outcome(ExampleRef("letters", 0), [*scored, rollout(reward=0.0)])]
@@ -148,6 +165,46 @@ async def test_the_servers_keep_one_version_while_an_evaluation_runs(tmp_path: P
     await policy.require_version(1)
     assert loaded == [paths.broadcast(1)]
     following.cancel()
+
+
+def evaluator_of(run: RunPaths, resumed_version: int, sets: Sequence[EvalSet] = ()) -> Evaluator:
+    return Evaluator(
+        config=EvalConfig(),
+        sets=sets,
+        schedule=EvalSchedule.from_config(EvalConfig(), resumed_version),
+        policy=Policy(run.orchestrator, Pool(), AsyncLimits(1), 3600.0, resumed_version),
+        pool=Pool(),
+        monitor=JsonlMonitor(run.metrics, "orchestrator"),
+        rollout_log=RolloutLog(run.orchestrator, None, False, "tiny"),
+        max_concurrent=1,
+        was_evaluated=partial(is_reported, run),
+    )
+
+
+async def test_an_evaluation_says_that_failed_reward_functions_lowered_its_scores(
+    tmp_path: Path, rollout, caplog
+) -> None:
+    environment = Environment(partial(rollout, reward_errors={"right": "ValueError: no score today"}))
+    environment.reward_functions = {"right": 1.0}
+    evaluator = evaluator_of(RunPaths(tmp_path), 0, [EvalSet("letters", environment, range(2), 1, 0)])
+    await evaluator.finish(0)
+    assert (
+        "Evaluation on 'letters': 2 of 2 rollouts had a reward function that failed, which counts as 0; "
+        "the first: right: ValueError: no score today"
+    ) in caplog.messages
+
+
+@pytest.mark.parametrize(("evaluated", "is_evaluated_again"), [([], True), ([0, 1], True), ([0, 2], False)])
+async def test_a_run_that_was_stopped_in_its_last_evaluation_makes_it_when_it_resumes(
+    tmp_path: Path, evaluated: list[int], is_evaluated_again: bool
+) -> None:
+    run = RunPaths(tmp_path)
+    monitor = JsonlMonitor(run.metrics, "orchestrator")
+    for version in evaluated:
+        monitor.log({"progress/ckpt_step": version, "eval/a/avg@1": 0.5}, version)
+    await evaluator_of(run, 2).finish(2)
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert steps == [*evaluated, *([2] if is_evaluated_again else [])]
 
 
 def test_eval_requests_carry_what_is_set_and_nothing_else() -> None:

@@ -174,6 +174,21 @@ def test_an_evaluation_shows_each_environment(tmp_path: Path) -> None:
     assert "step 1" not in shown
 
 
+def test_an_environment_with_fewer_rows_than_asked_for_is_not_shown_as_half_done(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "scores", "eval", max_steps=None)
+    folder.attempt()
+    folder.lock()
+    folder.paths.config("eval").write_text('num_examples = [8]\nrollouts_per_example = [1]\n[[env]]\nid = "a"\n')
+    results = EvalPaths(folder.paths.root).results
+    results.parent.mkdir()
+    results.write_text((json.dumps({"step": 0, "env": "a"}) + "\n") * 4)
+    assert "4/8 rollouts" in text_of(overview_of(folder))
+    folder.metrics("eval", 0, **{"eval/a/avg@1": 0.25})
+    assert "4 rollouts  avg@1 0.250" in text_of(overview_of(folder))
+    folder.metrics("eval", 0, **{"eval/a/avg@1": 0.25, "eval/a/failed/count": 4})
+    assert "4/8 rollouts  avg@1 0.250" in text_of(overview_of(folder))
+
+
 @pytest.mark.parametrize("damage", ["", "{", "\0" * 100, "[1, 2]"])
 def test_damaged_files_leave_the_rest_readable(run: RunFolder, damage: str) -> None:
     for file in (run.paths.beats("inference"), run.paths.config("rl"), run.paths.log("trainer")):

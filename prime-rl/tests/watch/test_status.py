@@ -1,11 +1,13 @@
 """`OUT/STATUS.md` tells how a run stands, and never ends the run."""
 
+import json
 from pathlib import Path
 
 import pytest
 from run_folders import START_S, RunFolder
 
 from prime_rl.run.directory import prepare_run_dir
+from prime_rl.run.paths import EvalPaths
 from prime_rl.watch.overview.status import REFRESH_EVERY_S, StatusFile, kept
 
 
@@ -26,6 +28,17 @@ def run(tmp_path: Path) -> RunFolder:
 
 def status_of(folder: RunFolder, how_to_continue: str = "continue with\n  rl @ x.toml --resume latest") -> StatusFile:
     return StatusFile(folder.paths, lambda: how_to_continue, lambda: Clock.now_s)
+
+
+def test_the_page_of_an_evaluation_does_not_call_the_base_model_a_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "scores", "eval", max_steps=None)
+    results = EvalPaths(folder.paths.root).results
+    results.parent.mkdir()
+    results.write_text("".join(json.dumps({"step": step, "env": "a"}) + "\n" for step in (0, 4)))
+    status_of(folder).look()
+    page = folder.paths.status.read_text()
+    assert "| `a` | base or step 0 | 1 |" in page
+    assert "| `a` | step 4 | 1 |" in page
 
 
 def test_the_page_of_a_running_run_says_where_it_is_and_what_can_be_done(run: RunFolder) -> None:

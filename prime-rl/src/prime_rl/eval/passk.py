@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from typing import Literal
 from prime_rl.environments.rows.orders import write_order
 from prime_rl.environments.rows.pass_rates import PassRate, write_pass_rates
 from prime_rl.environments.rows.sources import RowsFault
+from prime_rl.history.kept_rollout import KeptRollout
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k
 from prime_rl.run.paths import RunPaths
@@ -38,6 +39,9 @@ class PassPlan:
     step: int | None = None
     """Weights that were evaluated. None if there are only some of one step."""
     env: str | None = None
+    asked: Mapping[str, tuple[int, int | None, int]] | None = None
+    """By environment: first row, end of the rows (None is all), and attempts. Results of an earlier start with more do
+    not count. None counts all results."""
     curriculum: str | None = None
     """Text file of prompt ids to write."""
     order: Literal["easy", "hard"] = "easy"
@@ -78,6 +82,8 @@ def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
     found = []
     for rollout in kept.of_evaluation(step):
         prompt_id, reward = rollout.fields.get("prompt_id"), rollout.reward
+        if not _is_asked(plan, rollout):
+            continue
         if (plan.env is None or rollout.env == plan.env) and rollout.error is None and reward is not None:
             if not isinstance(prompt_id, str) or not prompt_id:
                 raise RowsFault(
@@ -87,6 +93,14 @@ def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
     if not found:
         raise RowsFault(f"{kept.results}: no scored rollout" + (f" of environment {plan.env!r}" if plan.env else ""))
     yield from ((env, prompt_id, reward) for env, _, _, prompt_id, reward in sorted(found))
+
+
+def _is_asked(plan: PassPlan, rollout: KeptRollout) -> bool:
+    if plan.asked is None:
+        return True
+    first, end, attempts = plan.asked.get(rollout.env, (0, 0, 0))
+    row = rollout.row or 0
+    return row >= first and (end is None or row < end) and (rollout.rollout or 0) < attempts
 
 
 def _rate(plan: PassPlan, env: str, prompt_id: str, rewards: list[float]) -> PassRate:
@@ -114,7 +128,8 @@ def write(plan: PassPlan) -> str:
     ]
     if len({rate.n for rate in rates}) > 1:
         lines.append(
-            f"attempts per prompt differ, from {most} to {max(rate.n for rate in rates)}: some rollouts failed"
+            f"attempts per prompt differ, from {most} to {max(rate.n for rate in rates)}: rows share a prompt, or "
+            "rollouts have no score"
         )
     if plan.curriculum is not None:
         ids = ordered(rates, plan)

@@ -14,10 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prime_rl.orchestrator.evaluation.scores import score_titles
-from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.utils.files import replacing_file
-from prime_rl.utils.logger import count_of
-from prime_rl.utils.pydantic_config.errors import one_line
 
 PLAIN_WIDTH = 240
 """Width of the table in a file or a pipe."""
@@ -62,17 +59,6 @@ def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
         shown = (*(_cell(row.metrics, name, "{:.3f}") for name in scores), *_others(row), *unscored)
         table.add_row(row.candidate, row.env, *shown)
     Console(file=file, width=None if on_terminal else PLAIN_WIDTH, highlight=False).print(table)
-
-
-def unscored_line(rollouts: Sequence[Rollout]) -> str | None:
-    """Says how many of the rollouts have a score that a failed reward function lowered; None if none has."""
-    failed = [rollout.reward_errors for rollout in rollouts if rollout.reward_errors]
-    if not failed:
-        return None
-    function, trace = next(iter(failed[0].items()))
-    reason = one_line((trace.strip().splitlines() or ["no reason"])[-1])
-    shares = f"{len(failed)} of {count_of('rollout', len(rollouts))}"
-    return f"{shares} had a reward function that failed, which counts as 0; the first: {function}: {reason}"
 
 
 def _others(row: Row) -> list[str]:

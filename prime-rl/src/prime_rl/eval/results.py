@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.run.directory import free_name
+from prime_rl.utils.files import replacing_file
 
 
 class Key(NamedTuple):
@@ -100,11 +102,17 @@ class ResultsFile:
         written = self._path.read_bytes()
         whole = written[: written.rfind(b"\n") + 1]
         os.ftruncate(self._descriptor, len(whole))
-        for line in whole.splitlines():
-            result = Result(**json.loads(line))
-            if not result.reward_errors:
-                self._results[result.key] = result
+        found = [Result(**json.loads(line)) for line in whole.split(b"\n") if line]
+        self._results = {result.key: result for result in found if not result.reward_errors}
+        if len(self._results) < len(found):
+            self._rewrite()  # nobody who reads the file may count a rollout twice
         return self
+
+    def _rewrite(self) -> None:
+        with replacing_file(self._path) as scratch:
+            scratch.write_bytes(b"".join(map(_line, self._results.values())))
+        os.close(self._descriptor)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,13 +126,27 @@ class ResultsFile:
         return len(self._results)
 
     def add(self, result: Result) -> None:
-        line = json.dumps(asdict(result), ensure_ascii=False, default=_plain) + "\n"
-        os.write(self._descriptor, line.encode())
+        os.write(self._descriptor, _line(result))
         self._results[result.key] = result
+
+    def set_aside(self, step: int) -> Path | None:
+        """Keep a copy of the file, and forget the results of a step. Returns the copy; None if there are none."""
+        if not any(key.step == step for key in self._results):
+            return None
+        copy = free_name(self._path)
+        with replacing_file(copy) as scratch:
+            scratch.write_bytes(self._path.read_bytes())
+        self._results = {key: result for key, result in self._results.items() if key.step != step}
+        self._rewrite()
+        return copy
 
     def select(self, step: int, env: str) -> Iterator[Result]:
         """The results of one step in one environment."""
         return (result for result in self._results.values() if (result.step, result.env) == (step, env))
+
+
+def _line(result: Result) -> bytes:
+    return (json.dumps(asdict(result), ensure_ascii=False, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:

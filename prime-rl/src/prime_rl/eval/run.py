@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.tool_parsers import model_template
 from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig
 from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.eval.report import Row, print_table, unscored_line, write_summary
+from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.history.attempts import read_attempts
+from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
@@ -24,7 +29,7 @@ from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments, rows_to_evaluate
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
@@ -35,12 +40,14 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import Ending, StopSignals
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.completion import TRAINER_VARIABLE
-from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following
+from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 UNLIMITED = 1_000_000
 LOOK_EVERY_S = 1.0
+SOURCE = "eval"
+"""Of its lines in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,7 @@ class Evaluation:
     results: ResultsFile
     monitor: Monitor
     judges: RunJudges
+    reported: MetricLog
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -143,6 +151,7 @@ class Evaluation:
 
     async def _complete(self, candidate: Candidate) -> None:
         """Make and score the rollouts of one candidate that are missing."""
+        self._forget_other_weights(candidate)
         keys = [key for each in self.sets for key in each.keys(candidate.step)]
         missing = [key for key in keys if key not in self.results]
         if len(missing) < len(keys):
@@ -153,6 +162,8 @@ class Evaluation:
             try:
                 sampling = sampling_of(candidate, self.config.sampling)
                 await self._load(candidate)
+                if line := other_template(candidate, self.config.inference):
+                    get_logger().warning(line)
             except InferenceFault as fault:
                 self._fail(f"{candidate}: {fault}")
                 return
@@ -164,6 +175,16 @@ class Evaluation:
             )
         for each in self.sets:
             self._report(candidate, each, [one for one in outcomes if one.example.env == each.name], started_s)
+
+    def _forget_other_weights(self, candidate: Candidate) -> None:
+        fingerprint = candidate.fingerprint(self.config.model.name)
+        if not has_other_weights(EvalPaths(self.config.output_dir), candidate.step, fingerprint):
+            return
+        if copy := self.results.set_aside(candidate.step):
+            get_logger().warning(
+                f"{candidate}: its weights have changed since it was evaluated: it is evaluated again; "
+                f"the earlier rollouts are in {copy}"
+            )
 
     async def _load(self, candidate: Candidate) -> None:
         """Load the candidate's weights into the servers. Raises InferenceFault."""
@@ -199,7 +220,9 @@ class Evaluation:
         )
         if ran:
             metrics["time"] = max(outcome.ended_s for outcome in ran) - started_s
-            named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+        named = {f"eval/{of_env.name}/{name}": value for name, value in metrics.items()}
+        # An earlier start may have made the last rollouts without reporting them, or reported more or fewer rows.
+        if ran or not self._is_reported(candidate.step, named):
             named |= self.judges.take_metrics()
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
         self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
@@ -211,6 +234,11 @@ class Evaluation:
                 f"{candidate}, {of_env.name}: {len(failed)} of {len(wanted)} rollouts failed, "
                 f"one with {failed[0].reason}"
             )
+
+    def _is_reported(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether `metrics.jsonl` ends with these values."""
+        self.reported.refresh(read_attempts(RunPaths(self.config.output_dir)))
+        return self.reported.of_step(step, list(metrics), SOURCE) == metrics
 
     def _fail(self, line: str) -> None:
         get_logger().error(line)
@@ -235,6 +263,25 @@ def sampling_of(candidate: Candidate, sampling: EvalSamplingConfig) -> EvalSampl
     ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
     stops = [*sampling.extra_body.get("stop_token_ids", []), *ends]
     return sampling.model_copy(update={"extra_body": {**sampling.extra_body, "stop_token_ids": stops}})
+
+
+def other_template(candidate: Candidate, server: InferenceConfig | None) -> str | None:
+    """A warning if the server, started with the base model, does not ask with the chat template of these weights.
+
+    None for a server that runs elsewhere, which tells nobody its template.
+    """
+    own = None if candidate.weights is None or server is None else model_template(str(candidate.weights))
+    if own is None or server is None:
+        return None
+    named = server.model.chat_template
+    asked = model_template(server.model.name) if named is None else read_template("chat_template", named)
+    if asked is None or asked.strip() == own.strip():
+        return None
+    return (
+        f"{candidate}: asked with another chat template than its own, that of "
+        f"{server.model.name if named is None else 'inference.model.chat_template'}; for its own, set "
+        f"inference.model.chat_template to {candidate.weights}/chat_template.jinja"
+    )
 
 
 async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
@@ -341,6 +388,7 @@ async def _until_stopped(
         results=results,
         monitor=monitor,
         judges=judges,
+        reported=MetricLog(RunPaths(config.output_dir).metrics),
     )
     main = asyncio.create_task(evaluate(evaluation, candidates))
     signals = StopSignals()
@@ -367,7 +415,7 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
     # An evaluation that finds results of its own adds to them.
-    jsonl = JsonlMonitor(paths.metrics, "eval")
+    jsonl = JsonlMonitor(paths.metrics, SOURCE)
     if trainer_completion() is not None:
         return jsonl  # the trainer sends what it finds there
     resumes = paths.metrics.is_file()

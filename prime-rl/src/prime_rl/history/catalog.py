@@ -146,7 +146,7 @@ ORCHESTRATOR = (
 )
 
 EVALUATION = (
-    Metric("eval/<environment>/avg@<n>", "reward", "mean over n rollouts per example"),
+    Metric("eval/<environment>/avg@<n>", "reward", "mean over examples of the mean over n rollouts, without failed ones"),
     Metric("eval/<environment>/pass@<k>", "0 to 1", "probability that one of k rollouts has reward 1; only if all rewards are 0 or 1"),
     Metric("eval/<environment>/reward_parts/<function>", "reward", "mean of each reward function, without its weight"),
     Metric("eval/<environment>/metrics/<function>", "", "mean of each function of weight 0"),

@@ -2,6 +2,9 @@
 
 Steps are numbered from 0, as in the file. A resumed run writes some steps again. The values of the attempt that it
 continues hold up to the step where it started, and its own from there on.
+
+The values of an evaluation have the policy version that was evaluated in place of the step: RL writes those of version
+4 before the batch of step 5, say.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _HEAD_BYTES = 256
 """Enough of a file's beginning to tell it from another run's: the first line starts with its time."""
 _BLOCK_BYTES = 2**22
 """Read at once: a file of a long run has gigabytes."""
-_AFTER_UPDATES = ("eval/", "val/")
+_EVALUATION = "eval/"
+_VERSION = "progress/ckpt_step"
+_AFTER_UPDATES = (_EVALUATION, "val/")
 """Prefixes of metrics that belong to the weights after `step` updates, which a resume from `step` does not repeat."""
 
 
@@ -174,10 +179,12 @@ class MetricLog:
             return
         self._begin_attempts(attempts, time_s)
         columns = self._columns.setdefault(source, {})
+        version = record.get(_VERSION)
+        evaluated = version if type(version) is int and abs(version) < _MAX_STEPS else step
         for name, value in record.items():
             if name not in _FIELDS and (value is None or isinstance(value, int | float)):
                 column = columns.setdefault(name, _Column())
-                column.append(step, _number(value), time_s)
+                column.append(evaluated if name.startswith(_EVALUATION) else step, _number(value), time_s)
 
     def _begin_attempts(self, attempts: Sequence[Attempt], time_s: float) -> None:
         """Forget what the attempts that had begun by `time_s` were to do again."""

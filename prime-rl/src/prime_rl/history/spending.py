@@ -101,7 +101,9 @@ def _orchestrator_parts(history: RunHistory) -> dict[str, Seconds]:
     collecting = series("time/generate_completions")
     evaluations: dict[int, float] = {}
     for name in history.metrics.names(ORCHESTRATOR):
-        if name.startswith("eval/") and name.endswith("/time") and name.count("/") == 2:
+        env, _, last = name.removeprefix("eval/").rpartition("/")  # the name of an environment may have a slash
+        is_function = env.endswith(("/metrics", "/reward_parts"))
+        if name.startswith("eval/") and last == "time" and not is_function:
             for step, seconds in series(name).items():
                 evaluations[step] = max(seconds, evaluations.get(step, 0.0))
     return {

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +31,7 @@ from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed
 from prime_rl.orchestrator.env_servers.failures import failure_metrics
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.env_servers.processes import EnvServers
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator
+from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch
@@ -394,6 +395,7 @@ def make_evaluator(
         monitor=monitor,
         rollout_log=rollout_log,
         max_concurrent=_max_rollouts_in_flight(config),
+        was_evaluated=partial(is_reported, RunPaths.from_orchestrator_dir(config.output_dir)),
     )
 
 

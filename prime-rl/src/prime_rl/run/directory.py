@@ -184,8 +184,13 @@ def _remove_repeated(samples: Path, first_step: int) -> None:
 def set_aside(target: Path) -> None:
     """Rename a file or folder of an earlier run to `<name>.<n>`."""
     if target.exists():
-        names = (target.with_name(f"{target.stem}.{number}{target.suffix}") for number in itertools.count(1))
-        target.rename(next(name for name in names if not name.exists()))
+        target.rename(free_name(target))
+
+
+def free_name(target: Path) -> Path:
+    """The first `<name>.<n>` that does not exist."""
+    names = (target.with_name(f"{target.stem}.{number}{target.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:

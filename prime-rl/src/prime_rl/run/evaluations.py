@@ -7,6 +7,7 @@ EvaluationRefused
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -23,6 +24,8 @@ from prime_rl.utils.files import nearest_path, replacing_file
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
 
+_BLOCK_BYTES = 2**16
+_BLOCKS = 1024
 BASE_STEP = 0
 """The step under which the base model's results are stored."""
 
@@ -49,6 +52,25 @@ class Candidate:
 
     def __str__(self) -> str:
         return "base" if self.weights is None else f"step {self.step}"
+
+    def fingerprint(self, base: str) -> str | None:
+        """Changes when the weights do, and not when they are copied. None for a base model that is no directory."""
+        folder = Path(base) if self.weights is None else self.weights
+        return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
+
+
+def content_fingerprint(files: Iterable[Path]) -> str:
+    """A hash of the names, the sizes and the content of files; of large ones, of 1,024 blocks spread over them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        stride = max(_BLOCK_BYTES, size // _BLOCKS)
+        with file.open("rb") as content:
+            for start in range(0, size, stride):
+                content.seek(start)
+                digest.update(content.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
@@ -177,23 +199,38 @@ class EvaluatedSteps:
         return step not in self.read()
 
 
+WEIGHTS = "weights"
+"""Key of the settings that are kept: the fingerprint of the weights of each step."""
 _AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout_s"}
 """Those of an agent that its results depend on."""
+
+
+_SERVER_KEYS = {"dtype", "max_model_len", "tool_call_parser", "reasoning_parser", "chat_template", "rope_scaling"}
+"""Those of the server's model."""
+_JUDGE_KEYS: dict[str, Any] = {
+    "model": True,
+    "sampling": True,
+    "engine": {"dtype", "max_model_len", "chat_template", "reasoning_parser"},
+}
 
 
 def settings_of(config: OfflineEvalConfig) -> dict[str, Any]:
     """The settings that results depend on, apart from their number."""
     described = {"id", "args", "extra_env_kwargs"}
+    server = config.inference
     return {
         "model": config.model.name,
         "weights_dir": None if config.weights_dir is None else str(config.weights_dir.resolve()),
         "sampling": config.sampling.model_dump(),
+        "inference.model": None if server is None else server.model.model_dump(include=_SERVER_KEYS),
         "environments": {
             env.name or env.id: {
                 **env.model_dump(include=described),
                 **({} if env.python is None else {"python": str(env.python)}),
                 **(env.model_dump(include=_AGENT_KEYS) if env.is_agent else {}),
                 **({} if env.project is None else {"project": str(env.project)}),
+                **{key: table for key in ("taskset", "agent") if (table := getattr(env, key))},
+                **({} if env.judge is None else {"judge": config.judge[env.judge].model_dump(include=_JUDGE_KEYS)}),
             }
             for env in config.environments
         },
@@ -211,14 +248,28 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
         return current
     earlier = json.loads(paths.settings.read_text(encoding="utf-8"))
     environments = {**earlier["environments"], **current["environments"]}
-    changed = [key for key in earlier if key != "environments" and earlier[key] != current[key]]
+    changed = [key for key in earlier if key not in ("environments", WEIGHTS) and earlier[key] != current.get(key)]
     changed += [f"environment {name!r}" for name, each in earlier["environments"].items() if environments[name] != each]
     if changed:
         raise OtherEvaluation(
             f"{paths.root} holds results that were made with another {' and another '.join(changed)}: "
             "choose another --output-dir"
         )
-    return {**current, "environments": environments}
+    kept = {WEIGHTS: earlier[WEIGHTS]} if WEIGHTS in earlier else {}
+    return {**current, "environments": environments, **kept}
+
+
+def has_other_weights(paths: EvalPaths, step: int, fingerprint: str | None) -> bool:
+    """Whether the results of a step were made with weights of another fingerprint. Remembers this one."""
+    if fingerprint is None or not paths.settings.is_file():
+        return False
+    settings: dict[str, Any] = json.loads(paths.settings.read_text(encoding="utf-8"))
+    known = settings.setdefault(WEIGHTS, {})
+    earlier = known.get(str(step))
+    if earlier != fingerprint:
+        known[str(step)] = fingerprint
+        save_settings(paths, settings)
+    return earlier not in (None, fingerprint)
 
 
 def prepare_evaluations(paths: RunPaths, resume_step: int | None, settings: Mapping[str, Any] | None) -> None:

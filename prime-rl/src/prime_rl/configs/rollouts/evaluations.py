@@ -32,7 +32,8 @@ class EvalConfig(BaseConfig):
     skip_eval_on_resume: bool = Field(
         True, validation_alias=AliasChoices("skip_eval_on_resume", "skip_eval_on_restart")
     )
-    """Do not evaluate right after a resume. Also written `skip_eval_on_restart`."""
+    """Do not evaluate right after a resume, even if a stop has cut an evaluation short. The last version is evaluated
+    nevertheless, unless it has been. Also written `skip_eval_on_restart`."""
 
     cancel_inflight_rollouts_on_eval: bool = False
     """Cancel training rollouts in flight before an evaluation."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig
+from prime_rl.history.attempts import read_attempts
+from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.env_servers.environments import Environment, rows_to_evaluate
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles
+from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, ServerPool, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
+
+SOURCE = "orchestrator"
+"""Of its lines in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Evaluator:
     rollout_log: RolloutLog
     max_concurrent: int
     """Maximum number of concurrent rollouts, over all environments."""
+    was_evaluated: Callable[[int], bool]
+    """Whether an earlier attempt of the run has evaluated a version."""
 
     async def run_if_due(self, step: int, scheduler: Scheduler) -> None:
         """Evaluate before the batch of `step` is collected, if an evaluation is due."""
@@ -91,7 +99,8 @@ class Evaluator:
     async def finish(self, version: int) -> None:
         """Wait until the trainer has published `version`, the last one, and evaluate it."""
         await self.policy.require_version(version)
-        if self.policy.version > self.schedule.last:
+        # One that resumes at the end continues a run that may have been stopped during this evaluation.
+        if self.policy.version > self.schedule.last or not self.was_evaluated(version):
             await self._run(version)
 
     async def _run(self, step: int) -> None:
@@ -120,6 +129,14 @@ class Evaluator:
                 yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 
+def is_reported(run: RunPaths, version: int) -> bool:
+    """Whether the run's metrics have an evaluation of a policy version."""
+    log = MetricLog(run.metrics)
+    log.refresh(read_attempts(run))
+    names = (name for name in log.names(SOURCE) if name.startswith("eval/"))
+    return any(version in log.series(name, SOURCE) for name in names)
+
+
 def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
     if metrics["failed/count"]:
         reason = next(outcome.reason for outcome in outcomes if outcome.reason)
@@ -127,6 +144,8 @@ def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes:
             f"Evaluation on {name!r}: {metrics['failed/count']} rollouts failed and are not scored; "
             f"first error: {reason}"
         )
+    if line := unscored_line([rollout for outcome in outcomes for rollout in outcome.rollouts]):
+        get_logger().warning(f"Evaluation on {name!r}: {line}")
     scores = [f"{title}: {metrics[name]:.4f}" for name, title in score_titles(metrics).items()]
     shown = " | ".join([*(scores or ["no rollout succeeded"]), f"Time: {metrics['time']:.2f}s"])
     get_logger().log(SUCCESS, f"Evaluation on {name!r} | Version: {version} | {shown}")

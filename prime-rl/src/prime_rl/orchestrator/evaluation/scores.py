@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
 from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.utils.logger import count_of
+from prime_rl.utils.pydantic_config.errors import one_line
 
 
 def eval_metrics(
@@ -15,21 +17,21 @@ def eval_metrics(
 ) -> dict[str, float]:
     """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
 
-    Includes `pass@k` only if every reward is 0 or 1. Lengths are in tokens. The means of the reward functions, given
-    with their weights, are `reward_parts/*`, or `metrics/*` for those of weight 0.
+    Scores are means over examples of the means over their rollouts: an example counts alike if some of its rollouts
+    failed, and for rewards of 0 and 1 `avg@n` is `pass@1`. Includes `pass@k` only if every reward is 0 or 1. Lengths
+    are in tokens. The means of the reward functions, given with their weights, are `reward_parts/*`, or `metrics/*`
+    for those of weight 0.
     """
     rollouts = [rollout for outcome in outcomes for rollout in outcome.rollouts]
     failed = sum(outcome.failed for outcome in outcomes)
     metrics = {"failed/count": failed, "failed/mean": failed / max(len(rollouts) + failed, 1)}
     if not rollouts:
         return metrics
-    rewards: dict[ExampleRef, list[float]] = {}
-    for rollout in rollouts:
-        rewards.setdefault(rollout.example, []).append(rollout.reward)
+    rewards = _by_example((rollout, rollout.reward) for rollout in rollouts)
     lengths = [rollout.completion_tokens for rollout in rollouts]
     no_response = sum(not has_response(rollout) for rollout in rollouts)
     return {
-        f"avg@{attempts}": statistics.fmean(rollout.reward for rollout in rollouts),
+        f"avg@{attempts}": statistics.fmean(map(statistics.fmean, rewards)),
         "no_response/mean": no_response / len(rollouts),
         "no_response/count": no_response,
         "completion_len/mean": statistics.fmean(lengths),
@@ -37,7 +39,7 @@ def eval_metrics(
         "completion_len/min": min(lengths),
         "reward_errors/mean": reward_error_share(rollouts),
         "is_truncated/mean": statistics.fmean(rollout.is_truncated for rollout in rollouts),
-        **{f"pass@{k}": value for k, value in pass_at_powers(rewards.values()).items()},
+        **{f"pass@{k}": value for k, value in pass_at_powers(rewards).items()},
         **_function_means(rollouts, functions or {}),
         **metrics,
     }
@@ -46,10 +48,19 @@ def eval_metrics(
 def _function_means(rollouts: Sequence[Rollout], functions: Mapping[str, float]) -> dict[str, float]:
     means = {}
     for name, weight in functions.items():
-        values = [rollout.metrics[name] for rollout in rollouts if rollout.metrics and name in rollout.metrics]
+        values = _by_example(
+            (rollout, rollout.metrics[name]) for rollout in rollouts if rollout.metrics and name in rollout.metrics
+        )
         if values:
-            means[f"{'reward_parts' if weight else 'metrics'}/{name}"] = statistics.fmean(values)
+            means[f"{'reward_parts' if weight else 'metrics'}/{name}"] = statistics.fmean(map(statistics.fmean, values))
     return means
+
+
+def _by_example(values: Iterable[tuple[Rollout, float]]) -> list[list[float]]:
+    found: dict[ExampleRef, list[float]] = {}
+    for rollout, value in values:
+        found.setdefault(rollout.example, []).append(value)
+    return list(found.values())
 
 
 def score_titles(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -80,3 +91,14 @@ def has_response(rollout: Rollout) -> bool:
 def reward_error_share(rollouts: Sequence[Rollout]) -> float:
     """Fraction of rollouts with a reward function that failed. Such rollouts are scored, but not trained on."""
     return statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts)
+
+
+def unscored_line(rollouts: Sequence[Rollout]) -> str | None:
+    """Says how many of the rollouts have a score that a failed reward function lowered; None if none has."""
+    failed = [rollout.reward_errors for rollout in rollouts if rollout.reward_errors]
+    if not failed:
+        return None
+    function, trace = next(iter(failed[0].items()))
+    reason = one_line((trace.strip().splitlines() or ["no reason"])[-1])
+    shares = f"{len(failed)} of {count_of('rollout', len(rollouts))}"
+    return f"{shares} had a reward function that failed, which counts as 0; the first: {function}: {reason}"

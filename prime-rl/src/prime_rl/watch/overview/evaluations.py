@@ -24,9 +24,13 @@ class EvalProgress:
     done: int
     """Finished rollouts."""
     total: int | None
-    """None if the config leaves it to the environment."""
+    """None if the config leaves it to the environment, or asked for more rows than it has."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """`avg@4` and others, once the environment is done."""
+
+    @property
+    def weights(self) -> str:
+        return "base or step 0" if self.step == 0 else f"step {self.step}"
 
 
 class EvalTally:
@@ -48,16 +52,16 @@ class EvalTally:
         begun = sorted(self._done)
         waiting = [(0, env) for env in totals if not any(env == name for _, name in begun)]
         return tuple(
-            EvalProgress(
-                printable(env),
-                step,
-                self._done[step, env],
-                # An earlier start with more rows has done more.
-                total if (total := totals.get(env)) is not None and total >= self._done[step, env] else None,
-                _scores(metrics, env, step),
-            )
-            for step, env in [*begun, *waiting]
+            _progress(env, step, self._done[step, env], totals.get(env), metrics) for step, env in [*begun, *waiting]
         )
+
+
+def _progress(env: str, step: int, done: int, total: int | None, metrics: MetricLog) -> EvalProgress:
+    found = _reported(metrics, env, step)
+    scores = {name: value for name, value in found.items() if name.startswith(("avg@", "pass@"))}
+    # An earlier start with more rows has done more. A dataset with fewer is done, and has scores, before the total.
+    is_known = total is not None and (total == done + found.get("failed/count", 0) if scores else total >= done)
+    return EvalProgress(printable(env), step, done, total if is_known else None, scores)
 
 
 def expected_rollouts(config: Mapping[str, Any]) -> dict[str, int | None]:
@@ -82,13 +86,11 @@ def _item(values: Any, index: int) -> int | None:
     return values if isinstance(values, int) and not isinstance(values, bool) else None
 
 
-def _scores(metrics: MetricLog, env: str, step: int) -> dict[str, float]:
+def _reported(metrics: MetricLog, env: str, step: int) -> dict[str, float]:
     prefix = f"eval/{env}/"
     found = {}
     for source in metrics.sources:
-        for name in metrics.names(source):
-            score = name.removeprefix(prefix)
-            values = metrics.series(name, source) if name.startswith(prefix) else {}
-            if step in values and score.startswith(("avg@", "pass@")):
-                found[score] = values[step]
+        names = [name for name in metrics.names(source) if name.startswith(prefix)]
+        for name, value in metrics.of_step(step, names, source).items():
+            found[name.removeprefix(prefix)] = value
     return found

@@ -156,7 +156,7 @@ def _eval_lines(overview: Overview) -> Iterator[str]:
     for each in overview.progress:
         if each.scores:
             scores = "  ".join(f"{name} {value:.3f}" for name, value in each.scores.items())
-            yield f"{each.env}  {'base or step 0' if each.step == 0 else f'step {each.step}'}  {scores}"
+            yield f"{each.env}  {each.weights}  {scores}"
 
 
 def is_live(stream: TextIO) -> bool:

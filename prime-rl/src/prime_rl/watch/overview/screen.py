@@ -162,8 +162,9 @@ def _evaluation(overview: Overview, width: int) -> list[Text]:
     for each in overview.progress:
         total = "" if each.total is None else f"/{each.total:,}"
         scores = "  ".join(f"{name} {value:.3f}" for name, value in each.scores.items())
-        at = "base or step 0" if each.step == 0 else f"step {each.step}"
-        line = Text.assemble((f"{_cut(each.env, label):<{label}}", "bold"), f"  {at}  {each.done:,}{total} rollouts")
+        line = Text.assemble(
+            (f"{_cut(each.env, label):<{label}}", "bold"), f"  {each.weights}  {each.done:,}{total} rollouts"
+        )
         lines.append(line.append(f"  {scores}" if scores else "", style="green"))
     if overview.rows:
         lines.append(Text("rows  " + "  ".join(f"{name} {count:,}" for name, count in overview.rows.items())))

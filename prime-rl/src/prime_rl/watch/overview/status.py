@@ -83,7 +83,7 @@ def _figures(overview: Overview) -> Iterator[str]:
         for each in overview.progress:
             total = "" if each.total is None else f" of {each.total}"
             scores = ", ".join(f"{name} {value:.3f}" for name, value in each.scores.items())
-            yield f"| {_code(each.env)} | step {each.step} | {each.done}{total} | {scores} |"
+            yield f"| {_code(each.env)} | {each.weights} | {each.done}{total} | {scores} |"
         yield ""
     if overview.rows:
         yield from ("Rows: " + ", ".join(f"{count} {name}" for name, count in overview.rows.items()) + ".", "")
