@@ -248,3 +248,8 @@ def test_scores_that_failed_reward_functions_lowered_are_told() -> None:
     print_table([Row("base", 0, "a", {"avg@1": 0.5, "reward_errors/mean": 0.5})], file)
     titles, values = file.getvalue().splitlines()
     assert (titles.split()[-2:], values.split()[-1]) == (["reward", "errors"], "50.0%")
+
+
+def test_weights_that_are_removed_while_they_are_looked_at_are_left_to_whoever_loads_them(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "removed")
+    assert Candidate(4, tmp_path).fingerprint("base") is None

@@ -54,9 +54,12 @@ class Candidate:
         return "base" if self.weights is None else f"step {self.step}"
 
     def fingerprint(self, base: str) -> str | None:
-        """Changes when the weights do, and not when they are copied. None for a base model that is no directory."""
+        """Changes when the weights do, and not when they are copied. None if they cannot be read here."""
         folder = Path(base) if self.weights is None else self.weights
-        return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
+        try:
+            return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
+        except OSError:
+            return None  # a training run removes old ones; whoever loads them says so
 
 
 def content_fingerprint(files: Iterable[Path]) -> str:
