@@ -250,6 +250,6 @@ def test_scores_that_failed_reward_functions_lowered_are_told() -> None:
     assert (titles.split()[-2:], values.split()[-1]) == (["reward", "errors"], "50.0%")
 
 
-def test_weights_that_are_removed_while_they_are_looked_at_are_left_to_whoever_loads_them(tmp_path: Path) -> None:
+def test_weights_that_are_removed_while_they_are_looked_at_have_no_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "removed")
     assert Candidate(4, tmp_path).fingerprint("base") is None

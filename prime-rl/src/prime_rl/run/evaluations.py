@@ -59,7 +59,7 @@ class Candidate:
         try:
             return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
         except OSError:
-            return None  # a training run removes old ones; whoever loads them says so
+            return None  # a training run removes old ones; loading them says so
 
 
 def content_fingerprint(files: Iterable[Path]) -> str:
