@@ -130,9 +130,8 @@ class CheckpointManager:
         """Fill `state` from the checkpoint of `step`, and return the data position of this process's data rank.
 
         If the checkpoint was saved with another number of processes, weights and optimizers are resharded, and
-        processes that were not there before keep their random state. If it was
-        saved with another number of data ranks, all their positions are returned, in order. With `ckpt.skip_dataloader`
-        none is.
+        processes that were not there before keep their random state. If it was saved with another number of data ranks,
+        all their positions are returned, in order. With `ckpt.skip_dataloader` none is.
 
         Raises:
             CheckpointError: the checkpoint lacks a file, or holds other models than `state`.
