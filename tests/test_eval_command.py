@@ -50,7 +50,7 @@ def test_options_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     result = invoke("--model.name", MED_CALC / "checkpoint", "--environment-ids", "med-calc", "--dry-run")
     assert result.exit_code == 0, result.output
-    server, evaluator = result.stdout.splitlines()
+    _, server, evaluator = result.stdout.strip().split("\n\n")
     assert f"inference @ {tmp_path}/outputs/eval/configs/inference.toml" in server
     assert f"prime_rl.eval.evaluate @ {tmp_path}/outputs/eval/configs/eval.toml" in evaluator
 
