@@ -40,8 +40,9 @@ def metrics(source, step, **values):
     with (out / "metrics.jsonl").open("a") as file: file.write(json.dumps(line) + "\\n")
 
 seen = dict(argv=sys.argv[1:], env=dict(os.environ))
-(record / f"{{name}}.tmp").write_text(json.dumps(seen))
-(record / f"{{name}}.tmp").rename(record / f"{{name}}.json")
+scratch = record / f"{{name}}.{{os.getpid()}}"  # two launches may write their records at once
+scratch.write_text(json.dumps(seen))
+scratch.rename(record / f"{{name}}.json")
 print(name, "says hello", flush=True)
 exec(os.environ.get(f"DO_{{name.upper()}}", "tell('ready'); meet(); wait()"))
 if name != "inference": Path(os.environ["COMPLETION_MARKER"]).touch()
@@ -71,6 +72,7 @@ class Stage:
         os.mkfifo(root / "pipe")
         os.mkfifo(root / "meeting")
         self._pipe = os.open(root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+        self._ends: list[int] = []
 
     @property
     def env(self) -> dict[str, str]:
@@ -98,19 +100,22 @@ class Stage:
             "from prime_rl.utils.pydantic_config import load_config; from medarc_rl.launchers.rl_local import rl_local;"
             "sys.exit(rl_local(load_config(RLConfig, [sys.argv[1]]), Path(sys.argv[2])))"
         )
-        return subprocess.Popen(
+        launcher = subprocess.Popen(
             [sys.executable, "-c", code, str(toml), str(self.bin)],
             env=os.environ | self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._ends.append(os.pidfd_open(launcher.pid))
+        return launcher
 
     def expect(self, word: str, times: int) -> None:
-        """Wait until stand-ins have written `word` `times` times."""
+        """Wait until stand-ins have written `word` `times` times. All started launchers must live until then."""
         text = ""
         while text.count(word) < times:
-            select.select([self._pipe], [], [])
+            ready, _, _ = select.select([self._pipe, *self._ends], [], [])
+            assert self._pipe in ready, f"a launcher ended before {times} times {word!r}: {text!r}"
             text += os.read(self._pipe, 4096).decode()
 
     def wait_until_all_are_gone(self) -> None:
@@ -131,7 +136,8 @@ class Stage:
         return [path for path in runtime.iterdir() if path.name != ".lock"] if runtime.exists() else []
 
     def close(self) -> None:
-        os.close(self._pipe)
+        for descriptor in (self._pipe, *self._ends):
+            os.close(descriptor)
 
 
 @pytest.fixture
