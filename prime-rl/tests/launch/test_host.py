@@ -254,7 +254,7 @@ def test_what_outlives_launcher_guard_and_children_ends_with_the_next_launch(lau
     launch.start({"inference": WITH_DAEMON, "trainer": POLITE})
     pids = (launch.guard, launch.process.pid, launch.leader("trainer"), launch.leader("inference"))
     ends = [os.pidfd_open(pid) for pid in pids]
-    # Stopped first: none of them acts on the end of another.
+    # Stop all of them first, so that none can react when another one ends.
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for end in ends:
             signal.pidfd_send_signal(end, signum)

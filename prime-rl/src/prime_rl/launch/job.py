@@ -103,7 +103,7 @@ class Job:
         return {process.name: process for process in self.processes}[name]
 
     def describe(self) -> Iterator[str]:
-        """The commands that start the processes, as lines for a shell. Variables that all of them have come first."""
+        """The shell commands that start the processes. Variables that all processes share come first."""
         common = self._common_env()
         if common:
             yield ""

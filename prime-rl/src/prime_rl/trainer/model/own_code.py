@@ -26,7 +26,7 @@ def loading_code(is_trusted: bool) -> Iterator[None]:
     if not is_trusted:
         yield
         return
-    # Read now: tests have a cache of their own.
+    # Looked up at each call: a program can set another cache.
     cache = Path(dynamic_module_utils.HF_MODULES_CACHE)
     with ExitStack() as stack:
         # Without a lock, nothing is lost in a cache that cannot be written: nobody writes there.
