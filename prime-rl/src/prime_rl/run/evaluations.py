@@ -7,7 +7,6 @@ EvaluationRefused
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -19,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.run.directory import set_aside
 from prime_rl.run.lock import is_running
 from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
+from prime_rl.utils.contents import sampled_digest
 from prime_rl.utils.files import nearest_path, replacing_file
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
 
-_BLOCK_BYTES = 2**16
-_BLOCKS = 1024
+_WHOLE_BYTES = 2**28
+"""Of larger files of weights, samples are compared."""
 BASE_STEP = 0
 """The step under which the base model's results are stored."""
 
@@ -57,23 +57,10 @@ class Candidate:
         """Changes when the weights do, and not when they are copied. None if they cannot be read here."""
         folder = Path(base) if self.weights is None else self.weights
         try:
-            return content_fingerprint(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else None
+            files = sorted(folder.glob("*.safetensors"))
+            return sampled_digest(files, _WHOLE_BYTES) if folder.is_dir() else None
         except OSError:
             return None  # a training run removes old ones; loading them says so
-
-
-def content_fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the names, the sizes and the content of files; of large ones, of 1,024 blocks spread over them."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        stride = max(_BLOCK_BYTES, size // _BLOCKS)
-        with file.open("rb") as content:
-            for start in range(0, size, stride):
-                content.seek(start)
-                digest.update(content.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:

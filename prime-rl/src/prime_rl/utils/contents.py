@@ -6,6 +6,7 @@ directory and could write a matching marker.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import NamedTuple
 STABLE = "STABLE"
 CHUNK_BYTES = 1 << 17
 """Small enough to stay in a core's cache between reading and hashing."""
+
+
+_SAMPLE_BYTES, _SAMPLES = 2**20, 256
 
 
 class FileRecord(NamedTuple):
@@ -47,6 +51,23 @@ def hash_file(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
+
+
+def sampled_digest(files: Iterable[Path], whole_bytes: int) -> str:
+    """A hash of the sizes and the content of files; of those above `whole_bytes`, of 256 MiB spread over each."""
+    state = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{size}\0".encode())
+        with file.open("rb") as content:
+            if size <= whole_bytes:
+                while block := content.read(_SAMPLE_BYTES):
+                    state.update(block)
+                continue
+            for index in range(_SAMPLES):
+                content.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                state.update(content.read(_SAMPLE_BYTES))
+    return state.hexdigest()
 
 
 def write_marker(directory: Path, contents: Contents) -> None:

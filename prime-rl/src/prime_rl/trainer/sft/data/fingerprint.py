@@ -12,14 +12,13 @@ from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.sft.data.sources import find_parts
+from prime_rl.utils.contents import sampled_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WHOLE_BYTES = 2**30
 """Files larger than this are identified by their size and by sampled blocks, because a full read delays the start."""
-_BLOCK_BYTES = 2**20
-_BLOCKS = 256
 _NO_INFLUENCE: dict[str, Any] = {
     "name": True,
     "batch_size": True,
@@ -105,20 +104,12 @@ def _digest_of_parts(parts: list[Part], whole_bytes: int) -> str:
 
 
 def _digest_of_files(files: tuple[Path, ...], whole_bytes: int) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    for file in files:
-        own_beats().tick()
-        size = file.stat().st_size
-        state.update(f"{size}\0".encode())
-        with file.open("rb") as content:
-            if size <= whole_bytes:
-                while block := content.read(_BLOCK_BYTES):
-                    state.update(block)
-                continue
-            for index in range(_BLOCKS):
-                content.seek(index * max(size - _BLOCK_BYTES, 0) // (_BLOCKS - 1))
-                state.update(content.read(_BLOCK_BYTES))
-    return state.hexdigest()
+    def ticking() -> Iterator[Path]:
+        for file in files:
+            own_beats().tick()
+            yield file
+
+    return sampled_digest(ticking(), whole_bytes)
 
 
 def _hub_identity(part: Part) -> str:
