@@ -156,6 +156,16 @@ def test_a_job_that_cannot_be_made_the_owner_goes_on(kubectl: FakeKubectl, sft_t
     assert "warning: the config of rt stays in the cluster when the job is deleted: Error from server" in result.stderr
 
 
+def test_a_job_is_known_by_its_uid_though_its_other_objects_may_not_be_changed(
+    kubectl: FakeKubectl, sft_toml: Path
+) -> None:
+    made = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"uid": "u-1"}}
+    refusal = {"code": 1, "err": "Error from server (Forbidden): no\n"}
+    kubectl.answer({"--output=json jobset": {"out": json.dumps(made)}, "patch": refusal})
+    assert submit(sft_toml).exit_code == 0
+    assert JobLog.of_user().find("rt").details["uid"] == "u-1"
+
+
 def test_options_of_another_back_end_are_refused(sft_toml: Path) -> None:
     words = ["sft", str(sft_toml), "--to", "sagemaker", "--namespace", "ml", "--toleration", "gpu"]
     result = CliRunner().invoke(medarc_submit.app, words)

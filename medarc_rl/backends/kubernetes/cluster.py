@@ -97,7 +97,9 @@ class Kubernetes:
         kubectl.run(*apply, stdin=prepared.text)
         details = {}
         try:
-            details["uid"] = _give_to_job(kubectl, prepared)
+            owner = _owner(kubectl, prepared)
+            details["uid"] = owner["uid"]
+            _give_to_job(kubectl, prepared, owner)
         except MedarcError as error:
             warn(f"the config of {prepared.name} stays in the cluster when the job is deleted: {error}")
         return Submitted(f"{prepared.resource}/{prepared.name}", details)
@@ -163,21 +165,21 @@ def _rest(resource: str) -> str:
     return "configmap,networkpolicy" if resource == "rayjob" else "configmap"
 
 
-def _give_to_job(kubectl: Kubectl, prepared: PreparedManifest) -> str:
-    """Make the job the owner of its other objects, so that they are deleted with it, also after `--keep` seconds.
-
-    Returns its uid.
-    """
+def _owner(kubectl: Kubectl, prepared: PreparedManifest) -> dict[str, str]:
+    """The job, as its other objects name it in `ownerReferences`."""
     job = kubectl.get(prepared.resource, prepared.name)
     try:
         uid = str(job["metadata"]["uid"])
-        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": prepared.name, "uid": uid}
+        return {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": prepared.name, "uid": uid}
     except (KeyError, TypeError) as error:
         raise MedarcError("the cluster's answer has no uid") from error
+
+
+def _give_to_job(kubectl: Kubectl, prepared: PreparedManifest, owner: dict[str, str]) -> None:
+    """Make the job the owner of its other objects, so that they are deleted with it, also after `--keep` seconds."""
     change = json.dumps({"metadata": {"ownerReferences": [owner]}})
     for kind in _rest(prepared.resource).split(","):
         kubectl.run("patch", kind, prepared.name, "--type=merge", f"--patch={change}")
-    return uid
 
 
 def _kubectl(record: JobRecord) -> Kubectl:
