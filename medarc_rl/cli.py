@@ -19,8 +19,8 @@ from medarc_rl.completion.hooks import Shell, hook, install
 from medarc_rl.errors import UsageError
 from medarc_rl.examples import examples_text
 from prime_rl.run.directory import RunFinished
-from prime_rl.utils.errors import PrimeError
-from prime_rl.utils.private import NotPrivate, home_directory
+from prime_rl.utils.errors import NotPrivate, PrimeError
+from prime_rl.utils.private import home_directory
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,11 +15,12 @@ from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.run.paths import RunPaths
-from prime_rl.storage import S3, StorageError
+from prime_rl.storage import S3
 from prime_rl.storage.cache import Listing, cache_root, local_copy
-from prime_rl.storage.copies import CopyRefused, upload_run
+from prime_rl.storage.copies import upload_run
 from prime_rl.storage.restoring import RemoteRun
-from prime_rl.storage.staging import StagingRefused, staged
+from prime_rl.storage.staging import staged
+from prime_rl.utils.errors import StagingRefused, StorageError, UserError
 from prime_rl.utils.private import private_directory
 from prime_rl.utils.pydantic_config import BaseSettings
 
@@ -49,7 +50,7 @@ def upload(options: UploadOptions) -> int:
         if options.to is not None and target is None:
             raise UsageError(f"--to {options.to}: write s3://BUCKET/PREFIX")
         is_whole, line = upload_run(RunPaths(options.run.absolute()), target, not options.no_samples, say)
-    except (BadS3Name, CopyRefused) as error:
+    except (BadS3Name, UserError) as error:
         raise UsageError(str(error)) from error
     if not is_whole:
         raise MedarcError(*line.splitlines())

@@ -24,11 +24,12 @@ from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.launch.restarts.restarting import launcher_fault
 from prime_rl.run.access import files_readable_by
-from prime_rl.run.directory import OutputDirInUse, RunDirError, check_run_dir, prepare_run_dir, write_configs
+from prime_rl.run.directory import check_run_dir, prepare_run_dir, write_configs
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import end_of
-from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of
+from prime_rl.storage.staging import has_s3_names, inputs_of
+from prime_rl.utils.errors import RunDirError, StagingRefused
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
@@ -273,7 +274,7 @@ def reporting_directory_errors() -> Iterator[None]:
     """Turn faults of a run's directory and of the file system into one line."""
     try:
         yield
-    except (OutputDirInUse, RunDirError) as error:
+    except RunDirError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise MedarcError(f"{error.filename}: {error.strerror}") from error

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from medarc_rl.errors import UsageError
 from prime_rl.checks.chat_models import ChatPlan, find_chat_models
 from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.start_dir import StartFault
+from prime_rl.utils.errors import StartFault
 
 CHAT = "prime_rl.inference.chat"
 

@@ -116,7 +116,7 @@ def _frozen_shapes(models: Sequence[FrozenModel], place: Callable[[str], str]) -
 
 def _shape(name: str, num_layers: int | None = None) -> ModelShape:
     from prime_rl.checks.memory import ModelShape
-    from prime_rl.checks.start_dir import StartFault
+    from prime_rl.utils.errors import StartFault
 
     try:
         return ModelShape.of(name, num_layers)
@@ -144,11 +144,12 @@ def _print(title: str, answer: Answer, options: EstimateOptions) -> int:
 
 
 def _gpu(options: EstimateOptions) -> Gpu | None:
-    from prime_rl.checks.memory import GpuError, find_gpu, parse_gpu
+    from prime_rl.checks.memory import find_gpu, parse_gpu
+    from prime_rl.utils.errors import UserError
 
     try:
         return find_gpu() if options.gpu is None else parse_gpu(options.gpu)
-    except GpuError as error:
+    except UserError as error:
         raise UsageError(str(error)) from error
 
 

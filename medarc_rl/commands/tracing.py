@@ -32,14 +32,15 @@ def trace(options: TraceOptions) -> int:
     uploads nothing, or at chrome://tracing.
     """
     # Imported here so that the other commands do not load it.
-    from prime_rl.history.traces import NoTraces, merge_traces
+    from prime_rl.history.traces import merge_traces
     from prime_rl.run.paths import RunPaths
+    from prime_rl.utils.errors import UserError
 
     run = local_run(options.run)
     target = options.out or (Path(f"{run.name}-trace.json") if is_on_s3(options.run) else run / "trace.json")
     try:
         summary = merge_traces(RunPaths(run), target)
-    except NoTraces as error:
+    except UserError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise MedarcError(f"{target} cannot be written: {error.strerror}") from error

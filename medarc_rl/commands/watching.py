@@ -38,13 +38,14 @@ def watch(options: WatchOptions) -> int:
     if is_on_s3(options.run) and not options.once:
         raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: add --once")
     # Imported here so that the other commands do not load it.
-    from prime_rl.history.run import NotARun, RunHistory
+    from prime_rl.history.run import RunHistory
+    from prime_rl.utils.errors import UserError
     from prime_rl.watch.overview import following
     from prime_rl.watch.overview.facts import Reader
 
     try:
         reader = Reader(RunHistory.open(local_run(options.run)))
-    except NotARun as error:
+    except UserError as error:
         raise UsageError(str(error)) from error
     stream = following.prepared(sys.stdout)
     try:

@@ -23,10 +23,10 @@ from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, lacks_name_in
 from prime_rl.interpreters.in_use import remove_unless_used, unused_for
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
-from prime_rl.interpreters.venvs import Uv, VenvError, python_of
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, canonical_id, module_of
+from prime_rl.interpreters.venvs import Uv, python_of
 from prime_rl.launch.job import command_prefix
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import RunError, UserError, one_line
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
 """What an environment gets that does not say which verifiers it needs."""
@@ -116,9 +116,9 @@ def install_into(
         registry.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         installed = _install(source, kind, python, registry)
         replaced = registry.add(installed)
-    except VenvError as error:
+    except RunError as error:
         raise MedarcError(str(error)) from error
-    except RegistryFault as fault:
+    except UserError as fault:
         raise UsageError(str(fault)) from fault
     except OSError as error:
         raise MedarcError(f"{error.filename}: {error.strerror}") from error

@@ -16,8 +16,8 @@ from medarc_rl.cli import say, warn
 from medarc_rl.environments.installing import remove_files
 from medarc_rl.errors import UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
-from prime_rl.utils.errors import one_line
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, canonical_id, module_of
+from prime_rl.utils.errors import UserError, one_line
 
 OWN, SHARED, RUN = "own interpreter", "the run's, added", "the run's"
 
@@ -84,7 +84,7 @@ def uninstall(options: UninstallOptions) -> int:
 def _entry(registry: Registry, env_id: str) -> InstalledEnvironment:
     try:
         found, known = registry.find(env_id), [each.id for each in registry.all()]
-    except RegistryFault as fault:
+    except UserError as fault:
         raise UsageError(str(fault)) from fault
     if found is None:
         near = get_close_matches(env_id, known, 1)
@@ -96,7 +96,7 @@ def _entry(registry: Registry, env_id: str) -> InstalledEnvironment:
 def _installed() -> Iterator[Entry]:
     try:
         environments = Registry().all()
-    except RegistryFault as fault:
+    except UserError as fault:
         raise UsageError(str(fault)) from fault
     for each in environments:
         place = OWN if each.has_interpreter else SHARED

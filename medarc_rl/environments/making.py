@@ -20,9 +20,9 @@ from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.built_in import is_built_in
 from prime_rl.checks.packages import find_module
-from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
+from prime_rl.interpreters.registry import Registry, module_of
 from prime_rl.launch.job import command_prefix
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import UserError, one_line
 
 NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 MAX_NAME_CHARS = 50
@@ -76,7 +76,7 @@ def _check_name(name: str) -> None:
         )
     try:
         taken = Registry().find(name)
-    except RegistryFault as fault:
+    except UserError as fault:
         raise UsageError(str(fault)) from fault
     spec = find_module(module)
     if taken is not None or spec is not None:

@@ -19,11 +19,11 @@ from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from medarc_rl.utils import load_run
 from prime_rl.checks.chat_models import find_chat_models
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.run import launch
 from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import count_of
 from prime_rl.utils.scratch import scratch_directory
 from prime_rl.watch.screens import eval_screen

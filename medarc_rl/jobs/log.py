@@ -11,8 +11,9 @@ from pathlib import Path
 
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.record import JobRecord, NotARecord
+from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.files import naming
-from prime_rl.utils.private import NotPrivate, home_directory, private_directory
+from prime_rl.utils.private import home_directory, private_directory
 
 LAST = "last"
 """Names the newest job."""

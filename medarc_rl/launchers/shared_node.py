@@ -8,7 +8,8 @@ from typing import Literal
 
 from medarc_rl.errors import UsageError
 from prime_rl.launch.site import Sharing
-from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError, choose_device, machine_gpus, masked_gpus, usable_gpus
+from prime_rl.utils.errors import DeviceError
+from prime_rl.utils.gpus import MASK_VARIABLE, choose_device, machine_gpus, masked_gpus, usable_gpus
 
 SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
 """`1`: inference and trainer share one GPU."""

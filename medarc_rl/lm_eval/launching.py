@@ -21,13 +21,14 @@ from prime_rl.launch import LocalHost, ProcessSpec, Supervisor
 from prime_rl.launch.logs import Follower, polled
 from prime_rl.launch.plan import inference_url, plan_server
 from prime_rl.launch.site import Demand, Site, claimed_site
-from prime_rl.launch.spec import CannotStart, Outcome
+from prime_rl.launch.spec import Outcome
 from prime_rl.run.access import files_readable_by
-from prime_rl.run.directory import OutputDirInUse, write_configs
+from prime_rl.run.directory import write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
-from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError
+from prime_rl.utils.errors import CannotStart, DeviceError, RunDirError
+from prime_rl.utils.gpus import MASK_VARIABLE
 
 EVALUATOR = "lm_eval"
 WORKER = "medarc_rl.lm_eval.worker"
@@ -77,7 +78,7 @@ def run_group(plan: LmEvalPlan, engine: Engine, screen: TextIO) -> int:
                 processes = _processes(plan, config, site)
                 stopping = "stopping; results of finished tasks are kept"
                 outcome = Supervisor(processes, host, partial(_say, screen), stopping=stopping).run()
-    except (DeviceError, OutputDirInUse) as error:
+    except (DeviceError, RunDirError) as error:
         raise UsageError(str(error)) from error
     except CannotStart as error:
         raise MedarcError(str(error)) from error

@@ -11,9 +11,10 @@ from medarc_rl.errors import UsageError
 from medarc_rl.lm_eval.plan import Candidate, Sweep
 from prime_rl.checks.chat_models import ADAPTER_CONFIG, ChatModel, find_chat_models, model_of_run
 from prime_rl.checks.model_files import model_fault
-from prime_rl.checks.start_dir import StartDir, StartFault
-from prime_rl.run.evaluations import EvaluationRefused, find_candidates
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.run.evaluations import find_candidates
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
+from prime_rl.utils.errors import RunDirError, StartFault
 
 BASE = "base"
 
@@ -54,7 +55,7 @@ def find_weights(weights: str, base: str | None, no_base: bool, steps: Sequence[
         if steps is not None or watch:
             raise UsageError(f"{weights}: --steps and --watch are for a run's directory, which has a folder configs")
         return _of_model(weights, base, no_base)
-    except (StartFault, EvaluationRefused) as fault:
+    except (StartFault, RunDirError) as fault:
         raise UsageError(str(fault)) from fault
 
 

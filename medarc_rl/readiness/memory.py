@@ -15,10 +15,11 @@ from medarc_rl.errors import UsageError
 from medarc_rl.external import NoAnswer
 from medarc_rl.readiness.cluster import chosen_partitions, nodes_with_gpus
 from medarc_rl.readiness.rows import Row, failed, ok, unknown
-from prime_rl.checks.memory import Gpu, GpuError, parse_gpu
+from prime_rl.checks.memory import Gpu, parse_gpu
 from prime_rl.checks.memory.table import verdict_line
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.errors import UserError
 
 WHAT = "gpu memory"
 _TYPE = re.compile(r"gpu:([^:,()]+):\d+")
@@ -63,7 +64,7 @@ def gpu_of_type(name: str) -> Gpu | None:
     for candidate in () if model is None else _candidates(*model.groups()):
         try:
             return parse_gpu(candidate)
-        except GpuError:
+        except UserError:
             continue
     return None
 

@@ -10,8 +10,9 @@ from statistics import fmean, stdev
 
 from medarc_rl.errors import UsageError
 from medarc_rl.report.charts import Band, Line, Series
-from prime_rl.history.run import NotARun, RunHistory
+from prime_rl.history.run import RunHistory
 from prime_rl.history.trends import finite, last_window
+from prime_rl.utils.errors import UserError
 
 Reader = Callable[[RunHistory], Series]
 
@@ -57,7 +58,7 @@ def open_runs(directories: Sequence[Path]) -> list[RunHistory]:
     for directory in directories:
         try:
             found.append(RunHistory.open(directory))
-        except NotARun as error:
+        except UserError as error:
             faults.append(str(error))
         except OSError as error:
             faults.append(f"{directory} cannot be read: {error.strerror}")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.checks.chat_models import ChatModel, ChatPlan, find_chat_models
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import replacing_directory
 
 

@@ -9,10 +9,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.checks.chat_templates import NAMED, read_template
-from prime_rl.checks.start_dir import StartDir, StartFault
+from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rl import RLConfig
 from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.checks.memory import ModelShape
 from prime_rl.checks.memory.families import FAMILIES
-from prime_rl.checks.start_dir import StartFault
+from prime_rl.utils.errors import StartFault
 
 
 def tiny(kind: str, **changes: Any) -> PretrainedConfig:

@@ -18,12 +18,13 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.adapters.games.game_options import OpenEnvConfig
 from prime_rl.environments.adapters.games.openenv_client import Answers, OpenEnvServer
 from prime_rl.environments.adapters.games.turns import GameError, GameFault
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_project
+from prime_rl.interpreters.venvs import VENVS_VARIABLE, python_of, venv_of_project
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.utils.errors import RunError
 
 PROJECT = Path(__file__).parent / "openenv_server"
 SESSIONS = 2
@@ -42,7 +43,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
             patch.setenv(VENVS_VARIABLE, str(tmp_path_factory.mktemp("venvs") / "made"))
         try:
             return python_of(venv_of_project(PROJECT))
-        except VenvError as error:
+        except RunError as error:
             pytest.skip(f"openenv-core cannot be installed: {error}")
 
 

@@ -17,18 +17,10 @@ from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.eval.run import other_template
 from prime_rl.orchestrator.evaluation.scores import unscored_line
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.run.evaluations import (
-    Candidate,
-    Following,
-    MissingSteps,
-    OtherEvaluation,
-    check_settings,
-    find_candidates,
-    save_settings,
-    settings_of,
-)
+from prime_rl.run.evaluations import Candidate, Following, check_settings, find_candidates, save_settings, settings_of
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import EvalPaths
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.pydantic_config import load_config
 
 SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": {"args": {"seed": 1}}}}
@@ -98,7 +90,7 @@ def test_more_environments_may_join_an_evaluation(tmp_path: Path) -> None:
 def test_results_of_other_settings_are_not_mixed(tmp_path: Path, change: dict, named: str) -> None:
     paths = EvalPaths(tmp_path)
     save_settings(paths, check_settings(paths, SETTINGS))
-    with pytest.raises(OtherEvaluation, match=named):
+    with pytest.raises(RunDirError, match=named):
         check_settings(paths, {**SETTINGS, **change})
 
 
@@ -127,7 +119,7 @@ def test_results_of_another_server_or_judge_are_not_mixed(
         return settings_of(load_config(OfflineEvalConfig, [], [word for pair in words.items() for word in pair]))
 
     save_settings(paths, check_settings(paths, settings([])))
-    with nullcontext() if named is None else pytest.raises(OtherEvaluation, match=named):
+    with nullcontext() if named is None else pytest.raises(RunDirError, match=named):
         check_settings(paths, settings(options))
 
 
@@ -192,9 +184,9 @@ def test_checkpoints_of_a_running_run_are_found_once_each_until_it_ends(tmp_path
 
 
 def test_a_step_that_is_not_complete_is_refused(weights: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingSteps, match="lacks step 60; complete steps: 0, 20, 100"):
+    with pytest.raises(RunDirError, match="lacks step 60; complete steps: 0, 20, 100"):
         find_candidates(True, weights, [20, 60])
-    with pytest.raises(MissingSteps, match="lacks any step; complete steps: none"):
+    with pytest.raises(RunDirError, match="lacks any step; complete steps: none"):
         find_candidates(False, tmp_path / "empty", None)
 
 
@@ -202,16 +194,16 @@ def test_a_base_model_does_not_stand_in_for_weights_that_are_not_there(weights: 
     run = tmp_path / "run"
     weights_dir = run / "weights"
     (weights_dir / "step_5").mkdir(parents=True)
-    with pytest.raises(MissingSteps, match=r"lacks any step; complete steps: none$"):
+    with pytest.raises(RunDirError, match=r"lacks any step; complete steps: none$"):
         find_candidates(True, weights_dir, None)
     (weights_dir / "step_5" / "STABLE").touch()
-    with pytest.raises(MissingSteps, match=rf"^{run} lacks any step; .*; did you mean {weights_dir}\?$"):
+    with pytest.raises(RunDirError, match=rf"^{run} lacks any step; .*; did you mean {weights_dir}\?$"):
         find_candidates(True, run, None)
-    with pytest.raises(MissingSteps, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
+    with pytest.raises(RunDirError, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
         find_candidates(True, run / "wieghts", None)
-    with pytest.raises(MissingSteps, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
+    with pytest.raises(RunDirError, match=rf"there is no such folder: did you mean {weights_dir}\?$"):
         find_candidates(True, tmp_path / "rum" / "weights", None)
-    with pytest.raises(MissingSteps, match=r"there is no such folder$"):
+    with pytest.raises(RunDirError, match=r"there is no such folder$"):
         find_candidates(True, Path("/nowhere/at/all"), None)
 
 

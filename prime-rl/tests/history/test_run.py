@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from prime_rl.history.machine import git_state, machine_facts
-from prime_rl.history.run import NotARun, RunHistory
+from prime_rl.history.run import RunHistory
 from prime_rl.run.attempts import Receipt
 from prime_rl.run.beats import Beats
 from prime_rl.run.lock import STALE_S, run_lock
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import UserError
 
 
 def run_in(directory: Path, component: str = "rl") -> RunPaths:
@@ -56,7 +57,7 @@ def test_what_is_no_run_says_which_directory_is_one(tmp_path: Path) -> None:
         "file": "it is a file",
         "missing": "no such directory",
     }.items():
-        with pytest.raises(NotARun, match=words):
+        with pytest.raises(UserError, match=words):
             RunHistory.open(tmp_path / name)
 
 

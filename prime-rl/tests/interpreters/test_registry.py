@@ -13,14 +13,9 @@ from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.interpreters.registry import (
-    DIRECTORY_VARIABLE,
-    InstalledEnvironment,
-    Registry,
-    RegistryFault,
-    environments_directory,
-)
+from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, InstalledEnvironment, Registry, environments_directory
 from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.utils.errors import UserError
 
 MODULE = """
 import verifiers as vf
@@ -88,7 +83,7 @@ def test_files_that_are_gone_are_a_fault_that_says_what_to_do(
 def test_a_damaged_list_is_one_line(registry: Registry, text: str) -> None:
     registry.directory.mkdir(parents=True)
     registry.file.write_text(text)
-    with pytest.raises(RegistryFault, match="is damaged: remove it, and install the environments again"):
+    with pytest.raises(UserError, match="is damaged: remove it, and install the environments again"):
         registry.all()
     assert faults("found-letters") == [
         f"env[0].id = 'found-letters': {registry.file} is damaged: remove it, and install the environments again"

@@ -16,14 +16,8 @@ import pytest
 from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
-from prime_rl.interpreters.venvs import (
-    KEPT_DAYS,
-    VENVS_VARIABLE,
-    VenvError,
-    place_of_project,
-    python_of,
-    venv_of_project,
-)
+from prime_rl.interpreters.venvs import KEPT_DAYS, VENVS_VARIABLE, place_of_project, python_of, venv_of_project
+from prime_rl.utils.errors import RunError
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 
@@ -153,16 +147,16 @@ def test_what_cannot_be_installed_is_one_line_and_leaves_nothing(tmp_path: Path,
 
 def test_a_lock_file_that_does_not_fit_is_refused(project: Path, cache: Path) -> None:
     (project / "uv.lock").write_text("not a lock file\n")
-    with pytest.raises(VenvError, match=r"`uv sync` fails: .*uv\.lock"):
+    with pytest.raises(RunError, match=r"`uv sync` fails: .*uv\.lock"):
         venv_of_project(project, print)
     assert names(cache) == []
 
 
 def test_no_project_and_no_uv_are_named(tmp_path: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(VenvError, match=r"has no pyproject\.toml"):
+    with pytest.raises(RunError, match=r"has no pyproject\.toml"):
         venv_of_project(tmp_path / "absent")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(VenvError, match="needs uv, which is not installed"):
+    with pytest.raises(RunError, match="needs uv, which is not installed"):
         venv_of_project(project)
 
 

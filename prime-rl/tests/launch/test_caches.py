@@ -13,7 +13,7 @@ import pytest
 
 from prime_rl.interpreters.venvs import venvs_root
 from prime_rl.launch.caches import bytecode_env, cache_env, compile_caches, made_for
-from prime_rl.utils.private import NotPrivate
+from prime_rl.utils.errors import NotPrivate
 
 
 @pytest.mark.parametrize(

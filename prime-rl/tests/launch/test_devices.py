@@ -7,7 +7,8 @@ import pytest
 
 from prime_rl.launch import devices
 from prime_rl.launch.devices import GpuAssignment
-from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
+from prime_rl.utils.errors import DeviceError
+from prime_rl.utils.gpus import choose_device, masked_gpus, usable_gpus
 
 
 def machine_with(dev: Path, gpus: int) -> Path:

@@ -16,7 +16,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.devices import assign_gpus
 from prime_rl.launch.plan import rl_demand
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.gpus import DeviceError
+from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]

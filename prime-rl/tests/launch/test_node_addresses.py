@@ -24,7 +24,7 @@ from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand
 from prime_rl.run.paths import STORE_VARIABLE
 from prime_rl.trainer.process.store import open_store
-from prime_rl.utils.gpus import DeviceError
+from prime_rl.utils.errors import DeviceError
 
 HEAD = """
 import sys

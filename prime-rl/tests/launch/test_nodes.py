@@ -18,12 +18,13 @@ from threading import Event as Flag
 
 import pytest
 
-from prime_rl.launch import CannotStart, LocalHost, ProcessSpec
+from prime_rl.launch import LocalHost, ProcessSpec
 from prime_rl.launch.nodes.agent import orders_from
 from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
-from prime_rl.launch.nodes.messages import BadMessage, Ping, Start, Stop, encoded, order_of
-from prime_rl.launch.spec import Exited, NodeLost, StoppedEarly
+from prime_rl.launch.nodes.messages import Ping, Start, Stop, encoded, order_of
+from prime_rl.launch.spec import Exited, NodeLost
+from prime_rl.utils.errors import CannotStart, RunError, StoppedEarly
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -335,6 +336,6 @@ def test_an_order_arrives_as_it_was_sent(tmp_path: Path) -> None:
         b"\xff\n",
         b"[" * 100_000,
     ):
-        with pytest.raises(BadMessage) as refused:
+        with pytest.raises(RunError) as refused:
             order_of(damaged)
         assert "secret" not in str(refused.value)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launch import CannotStart
 from prime_rl.launch.job import Job
 from prime_rl.launch.programs import (
     RL_TRAINER,
@@ -16,6 +15,7 @@ from prime_rl.launch.programs import (
     orchestrator_process,
 )
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import CannotStart
 
 PATHS = RunPaths(Path("out dir"))
 

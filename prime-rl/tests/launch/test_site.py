@@ -8,7 +8,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.devices import GpuAssignment, mask_for_vllm
 from prime_rl.launch.plan import rl_demand
 from prime_rl.launch.site import Demand, Device, Sharing, place
-from prime_rl.utils.gpus import DeviceError
+from prime_rl.utils.errors import DeviceError
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from threading import Event as Flag
 
 import pytest
 
-from prime_rl.launch import CannotStart, LocalHost, ProcessSpec, logs
+from prime_rl.launch import LocalHost, ProcessSpec, logs
 from prime_rl.launch.nodes.agent import LAST_REPORTS_S, STUCK_S, Agent
 from prime_rl.launch.nodes.channels import CLOSING_S, PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
@@ -34,6 +34,7 @@ from prime_rl.launch.nodes.messages import (
     report_of,
 )
 from prime_rl.launch.reaper import GUARD_GRACE_S
+from prime_rl.utils.errors import CannotStart
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

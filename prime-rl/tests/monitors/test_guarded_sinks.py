@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from prime_rl.monitors import Metrics, MonitorError
+from prime_rl.monitors import Metrics
 from prime_rl.monitors.sinks.guard import Guarded, Limits, close_all
+from prime_rl.utils.errors import RunError
 
 
 class Sink:
@@ -132,5 +133,5 @@ def test_a_sink_that_cannot_start_is_a_warning(error: BaseException, caplog: pyt
 
 
 def test_what_the_user_must_change_stops_the_start() -> None:
-    with pytest.raises(MonitorError, match="log in"):
-        Guarded("W&B", raising(MonitorError("wandb: log in")))
+    with pytest.raises(RunError, match="log in"):
+        Guarded("W&B", raising(RunError("wandb: log in")))

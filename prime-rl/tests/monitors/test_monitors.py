@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.monitors import JsonlMonitor, MonitorError, MultiMonitor
+from prime_rl.monitors import JsonlMonitor, MultiMonitor
+from prime_rl.utils.errors import RunError
 
 
 def _log_many(path: Path, source: str) -> None:
@@ -30,7 +31,7 @@ def test_lines_of_several_processes_do_not_interleave(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MonitorError, match=f"{tmp_path} cannot be written: Is a directory"):
+    with pytest.raises(RunError, match=f"{tmp_path} cannot be written: Is a directory"):
         JsonlMonitor(tmp_path, "sft")
 
 

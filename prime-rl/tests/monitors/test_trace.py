@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from prime_rl.history.traces import NoTraces, merge_traces
+from prime_rl.history.traces import merge_traces
 from prime_rl.monitors.tracing import Trace
 from prime_rl.monitors.tracing.trace import trace_env
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import UserError
 
 MIB = 1 << 20
 
@@ -142,12 +143,12 @@ def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.trace("trainer").mkdir(parents=True)
-    with pytest.raises(NoTraces, match=f"{paths.trace('trainer')} cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=f"{paths.trace('trainer')} cannot be read: Is a directory"):
         merge_traces(paths, tmp_path / "trace.json")
 
 
 def test_a_run_without_traces_is_told_how_to_record_them(tmp_path: Path) -> None:
-    with pytest.raises(NoTraces, match="start the run with --trace"):
+    with pytest.raises(UserError, match="start the run with --trace"):
         merge_traces(RunPaths(tmp_path), tmp_path / "trace.json")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
+from prime_rl.interpreters.venvs import VENVS_VARIABLE, python_of, venv_of_packages
 from prime_rl.orchestrator.env_servers.environments import load_environments
 from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout
 from prime_rl.orchestrator.errors import EnvironmentFault
@@ -26,6 +26,7 @@ from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.filesystem import FileSystemBatchReceiver
+from prime_rl.utils.errors import RunError
 
 OLD = """
 import verifiers as vf
@@ -132,7 +133,7 @@ def with_verifiers(version: str, venvs: Path, **modules: str) -> Path:
         patch.setenv(VENVS_VARIABLE, str(venvs))
         try:
             venv = venv_of_packages([f"verifiers=={version}"], print)
-        except VenvError as error:
+        except RunError as error:
             if any(word in str(error).lower() for word in UNREACHABLE):
                 pytest.skip(f"needs a package index with verifiers {version}: {error}")
             raise

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.ranges import AUTO, LATEST
-from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, check_run_dir, prepare_run_dir
+from prime_rl.run.directory import RunFinished, check_run_dir, prepare_run_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import End
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE
 
 
@@ -88,7 +89,7 @@ def test_a_policy_that_was_published_after_its_checkpoint_belongs_to_another_att
 
 def test_a_fresh_run_does_not_start_among_checkpoints(paths: RunPaths) -> None:
     fill(paths.checkpoints, "step_2")
-    with pytest.raises(OutputDirInUse):
+    with pytest.raises(RunDirError):
         check_run_dir(paths, None)
     assert check_run_dir(paths, None, clean=True) is None
 
@@ -153,7 +154,7 @@ def test_an_environment_variable_forbids_all_cleaning(paths: RunPaths, monkeypat
     prepare_run_dir(paths, None, clean=True)
     assert names(paths.weights) == ["step_1", "step_2", "step_3"]
     fill(paths.checkpoints, "step_2")
-    with pytest.raises(OutputDirInUse):
+    with pytest.raises(RunDirError):
         check_run_dir(paths, None, clean=True)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.directory import OutputDirInUse
 from prime_rl.run.lock import LOCK_NAME, STALE_S, refuse_if_locked, run_lock
+from prime_rl.utils.errors import RunDirError
 
 HOLD = """
 import sys
@@ -55,9 +55,9 @@ def test_a_second_launch_is_told_who_uses_the_directory(out: Path) -> None:
     holder = hold(out)
     expected = rf"{out} is in use by process {holder.pid} on \S+ since 20.*: wait for it or stop it, or choose another"
 
-    with pytest.raises(OutputDirInUse, match=expected), run_lock(out):
+    with pytest.raises(RunDirError, match=expected), run_lock(out):
         pass
-    with pytest.raises(OutputDirInUse, match=expected):
+    with pytest.raises(RunDirError, match=expected):
         refuse_if_locked(out)
     holder.communicate()
 
@@ -81,7 +81,7 @@ def test_after_a_kill_the_lock_lasts_until_the_guard_has_cleaned_up(out: Path) -
     launcher.kill()
     launcher.wait()
 
-    with pytest.raises(OutputDirInUse, match=f"in use by process {launcher.pid} on"):
+    with pytest.raises(RunDirError, match=f"in use by process {launcher.pid} on"):
         refuse_if_locked(out)
     os.kill(guard, signal.SIGKILL)
     # The pipe ends with the last process that has it.
@@ -120,7 +120,7 @@ def test_a_launch_on_another_machine_is_found_by_its_beats(out: Path) -> None:
     other = OtherMachine(left_by(out), beats_after_s=8)
 
     with (
-        pytest.raises(OutputDirInUse, match=r"process 12 on node7 \(Slurm job 55\) since"),
+        pytest.raises(RunDirError, match=r"process 12 on node7 \(Slurm job 55\) since"),
         run_lock(out, {}, other.sleep),
     ):
         pass
@@ -144,7 +144,7 @@ def test_where_a_file_system_has_no_locks_the_beats_of_this_machine_count_too(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     other = OtherMachine(left_by(out, host=socket.gethostname()), beats_after_s=8)
 
-    with pytest.raises(OutputDirInUse, match="in use by process 12"), run_lock(out, {}, other.sleep):
+    with pytest.raises(RunDirError, match="in use by process 12"), run_lock(out, {}, other.sleep):
         pass
 
 

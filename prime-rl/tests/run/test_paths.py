@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE, replacing_directory, replacing_file
 
 
@@ -52,7 +53,7 @@ def test_a_fresh_run_does_not_start_on_another_ones_checkpoints(tmp_path: Path) 
     check_output_dir(paths, resuming=False)
     paths.checkpoint(4).mkdir(parents=True)
     check_output_dir(paths, resuming=True)
-    with pytest.raises(OutputDirInUse, match="--resume latest"):
+    with pytest.raises(RunDirError, match="--resume latest"):
         check_output_dir(paths, resuming=False)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import SavedSteps
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE, replacing_directory, scratch_of
 
 
@@ -85,7 +86,7 @@ def test_a_damaged_file_of_either_part_is_named_and_the_step_before_is_taken(
     step, (fault,) = choose(paths, LATEST)
     assert step == 2
     assert str(file if damage != "deleted" else file.name) in fault
-    with pytest.raises(CannotResume, match="2"):
+    with pytest.raises(RunDirError, match="2"):
         choose(paths, 4)
 
 
@@ -94,14 +95,14 @@ def test_a_step_that_is_not_there_is_refused_with_the_nearest_one_that_is(paths:
     (paths.checkpoint(4) / "trainer" / "rank_0.pt").unlink()
     assert choose(paths, 2) == (2, ())
     for asked, nearest in ((3, 2), (5, 2), (7, 10), (11, 10)):
-        with pytest.raises(CannotResume, match=rf"step_{asked} .*complete steps: 2, 4, 10\); .* --resume {nearest}$"):
+        with pytest.raises(RunDirError, match=rf"step_{asked} .*complete steps: 2, 4, 10\); .* --resume {nearest}$"):
             choose(paths, asked)
 
 
 def test_with_nothing_saved_latest_is_refused_and_auto_starts_a_new_run(paths: RunPaths) -> None:
-    with pytest.raises(CannotResume, match=r"there is nothing to resume: .* start a new run without --resume"):
+    with pytest.raises(RunDirError, match=r"there is nothing to resume: .* start a new run without --resume"):
         choose(paths, LATEST)
-    with pytest.raises(CannotResume, match=r"complete steps: none\)$"):
+    with pytest.raises(RunDirError, match=r"complete steps: none\)$"):
         choose(paths, 3)
     assert choose(paths, AUTO) == (None, ())
     scratch_of(paths.checkpoint(1)).mkdir(parents=True)
@@ -113,5 +114,5 @@ def test_auto_does_not_start_over_when_every_checkpoint_is_damaged(paths: RunPat
     for step in (2, 4):
         (paths.trainer_checkpoint(step) / "rank_0.pt").write_bytes(b"")
     for asked in (LATEST, AUTO):
-        with pytest.raises(CannotResume, match=r"no checkpoint .* can be resumed: .*step_4.*; .*step_2"):
+        with pytest.raises(RunDirError, match=r"no checkpoint .* can be resumed: .*step_4.*; .*step_2"):
             choose(paths, asked)

@@ -17,9 +17,10 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import load_problems
-from prime_rl.storage import S3, S3Name, StorageError
+from prime_rl.storage import S3, S3Name
 from prime_rl.storage.cache import CACHE_VARIABLE, Listing, local_copy
-from prime_rl.storage.staging import StagingRefused, inputs_of, staged
+from prime_rl.storage.staging import inputs_of, staged
+from prime_rl.utils.errors import StagingRefused, StorageError
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "inner/tokenizer.json": b"[]"}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from s3_server import Fault, Proxy, corrupted, failing, only, reset, truncated
 
-from prime_rl.storage import S3, BadS3Name, S3Name, StorageError, Tree, download_tree, upload_tree
+from prime_rl.storage import S3, BadS3Name, S3Name, Tree, download_tree, upload_tree
+from prime_rl.utils.errors import StorageError
 
 
 def name_of(bucket: str, key: str = "") -> S3Name:

@@ -11,11 +11,12 @@ from s3_server import Proxy, failing, only
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.storage import S3, S3Name, StorageError
-from prime_rl.storage.copies import CopyRefused, RunCopy, upload_run
+from prime_rl.storage import S3, S3Name
+from prime_rl.storage.copies import RunCopy, upload_run
 from prime_rl.storage.holding import Hold, mark_uploaded, write_plan
 from prime_rl.storage.restoring import RemoteRun
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
+from prime_rl.utils.errors import StorageError, UserError
 from prime_rl.utils.files import STABLE, replacing_directory
 
 
@@ -245,20 +246,18 @@ def test_a_place_with_another_run_or_without_rights_is_refused(
 ) -> None:
     there = RunPaths(tmp_path / "there")
     proxy.disturb(only("PUT", "writer.json", failing(403, "AccessDenied")))
-    with pytest.raises(
-        CopyRefused, match=r"writer.json: access is denied: the credentials lack the right s3:PutObject$"
-    ):
+    with pytest.raises(UserError, match=r"writer.json: access is denied: the credentials lack the right s3:PutObject$"):
         copy_of(name, there).restore(None, is_evaluation=False, dry_run=False)
     uploader.look()
-    with pytest.raises(CopyRefused, match="holds the checkpoints of another run: choose another output_dir"):
+    with pytest.raises(UserError, match="holds the checkpoints of another run: choose another output_dir"):
         copy_of(name, there).restore(None, is_evaluation=False, dry_run=False)
-    with pytest.raises(CopyRefused, match="there is no such bucket"):
+    with pytest.raises(UserError, match="there is no such bucket"):
         copy_of(S3Name("no-such-bucket-of-ours", "x"), there).restore(-1, is_evaluation=False, dry_run=True)
     assert not there.root.exists()
 
 
 def test_the_rest_is_uploaded_by_a_command(s3: S3, paths: RunPaths, name: S3Name, lines: list[str]) -> None:
-    with pytest.raises(CopyRefused, match="was not copied to S3 before: say where with --to"):
+    with pytest.raises(UserError, match="was not copied to S3 before: say where with --to"):
         upload_run(paths, None, True, lines.append)
     write_plan(paths, str(name), max_held=1)
     assert upload_run(paths, None, True, lines.append) == (True, f"uploaded to {name}: 11 files, 1 MB")

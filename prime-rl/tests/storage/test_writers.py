@@ -15,9 +15,10 @@ from s3_server import Handler, Proxy, failing, only
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.copies import CopyRefused, RunCopy, copying, upload_run
+from prime_rl.storage.copies import RunCopy, copying, upload_run
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
-from prime_rl.storage.writers import STALE_S, WRITER, PlaceInUse, PlaceLock, Writer
+from prime_rl.storage.writers import STALE_S, WRITER, PlaceLock, Writer
+from prime_rl.utils.errors import StorageError, UserError
 from prime_rl.utils.files import STABLE
 
 HERE = Writer.this_process(Path("/runs/here"), {})
@@ -43,7 +44,7 @@ def test_a_place_is_taken_and_released(s3: S3, place: S3Name) -> None:
     lock = PlaceLock(s3, place, HERE)
     lock.take(pytest.fail)
     assert (written(s3, place).token, written(s3, place).ended) == (HERE.token, False)
-    with pytest.raises(PlaceInUse, match=f"{place} is in use by process {HERE.pid} on .*, from /runs/here: wait"):
+    with pytest.raises(StorageError, match=f"{place} is in use by process {HERE.pid} on .*, from /runs/here: wait"):
         PlaceLock(s3, place, replace(ELSEWHERE, token="third")).refuse_if_held()
     lock.release()
     assert written(s3, place).ended
@@ -58,7 +59,7 @@ def test_a_second_run_is_refused_by_name_while_the_first_one_lives(s3: S3, place
     def beat(seconds: float) -> None:
         note(s3, place, replace(ELSEWHERE, beats=1))
 
-    with pytest.raises(PlaceInUse, match=r"in use by process \d+ on node7 since .*, from /runs/there"):
+    with pytest.raises(StorageError, match=r"in use by process \d+ on node7 since .*, from /runs/there"):
         PlaceLock(s3, place, HERE, pause=beat).take(lines.append)
     (line,) = lines
     assert line.endswith(f"waiting {STALE_S:.0f} s to see whether it still writes")
@@ -104,7 +105,7 @@ def test_a_second_launch_of_the_same_slurm_job_or_in_another_container_is_no_suc
 
 def test_of_two_that_begin_at_once_one_is_refused(s3: S3, place: S3Name, proxy: Proxy) -> None:
     proxy.disturb(only("PUT", WRITER, failing(412, "PreconditionFailed")))
-    with pytest.raises(PlaceInUse, match="is in use by another launch: wait"):
+    with pytest.raises(StorageError, match="is in use by another launch: wait"):
         PlaceLock(s3, place, HERE).take(print)
     first, second = S3Name(place.bucket, "a"), S3Name(place.bucket, "b")
     etag = s3.write_over(b"1", first, None)
@@ -129,7 +130,7 @@ def test_of_two_that_wait_for_the_same_silence_one_is_refused(s3: S3, place: S3N
             first.take(print)
             return super().write_over(data, name, etag)
 
-    with pytest.raises(PlaceInUse, match=r"in use by process .* on node8"):
+    with pytest.raises(StorageError, match=r"in use by process .* on node8"):
         PlaceLock(TakenBefore(s3.client), place, HERE, pause=waited.append).take(print)
     assert (written(s3, place).token, sum(waited)) == ("first", 2 * STALE_S)
     first.release()
@@ -221,7 +222,7 @@ def test_what_another_launch_wrote_before_the_place_was_taken_is_seen(
     proxy.disturb(only("PUT", WRITER, write_a_step))
     copy = RunCopy.of(StorageConfig(upload_to=str(place)), RunPaths(tmp_path / "run"), print)
     assert copy is not None
-    with pytest.raises(CopyRefused, match="holds the checkpoints of another run"):
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
         copy.restore(None, is_evaluation=False, dry_run=False)
     assert written(s3, place).ended
 
@@ -248,7 +249,7 @@ def test_a_copied_run_holds_its_place_and_removes_parts_of_killed_uploads(
         assert not written(s3, place).ended
     assert written(s3, place).ended
     note(s3, place, ELSEWHERE)
-    with pytest.raises(CopyRefused, match="in use by process"):
+    with pytest.raises(UserError, match="in use by process"):
         upload_run(paths, place, True, print)
     proxy.disturb(only("GET", "?uploads", failing(403, "AccessDenied")))
     s3.delete(place.below(WRITER))

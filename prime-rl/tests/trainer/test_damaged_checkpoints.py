@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import AdamWConfig, CheckpointConfig, ConstantSchedulerConfig, ModelConfig
-from prime_rl.run.directory import RunDirError, check_run_dir
+from prime_rl.run.directory import check_run_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
@@ -29,6 +29,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.unpickling import ForbiddenPickle, PlainUnpickler, RankError
+from prime_rl.utils.errors import RunDirError
 
 STEP = 7
 

@@ -21,7 +21,6 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from prime_rl.launch.ports import reserved_ports
-from prime_rl.monitors import MonitorError
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.monitors.prometheus import MetricsServer
 from prime_rl.run.paths import RunPaths
@@ -34,6 +33,7 @@ from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
 from prime_rl.utils.engine_keys import key_file
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import setup_logger
 
 
@@ -187,7 +187,7 @@ def test_a_port_in_use_is_one_line(sft: dict[str, Any], mesh: Mesh, tmp_path: Pa
     with reserved_ports(1) as (port,):
         config = MetricsServerConfig(host="127.0.0.1", port=port)
         server = MetricsServer(config)
-    with pytest.raises(MonitorError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+    with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
         MetricsServer(config)
     server.close()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.engine_keys import client_key, key_file, published_key
-from prime_rl.utils.private import NotPrivate, private_directory, runtime_directory
+from prime_rl.utils.errors import NotPrivate
+from prime_rl.utils.private import private_directory, runtime_directory
 from prime_rl.utils.scratch import locked_file
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.model_files import model_fault
-from prime_rl.checks.start_dir import StartDir, StartFault
+from prime_rl.checks.start_dir import StartDir
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import STABLE, nearest_path
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, StartFault
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.utils.errors import StartFault
 
 CHATML = """\
 {%- macro text_of(message) %}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
+from prime_rl.checks.start_dir import StartDir, looks_like_path
 from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
 

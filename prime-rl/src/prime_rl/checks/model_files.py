@@ -9,8 +9,9 @@ from typing import Any
 
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
-from prime_rl.checks.start_dir import StartDir, StartFault, looks_like_path
+from prime_rl.checks.start_dir import StartDir, looks_like_path
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
 
 _WEIGHTS = ("*.safetensors", "*.bin")

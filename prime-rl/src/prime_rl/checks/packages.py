@@ -18,8 +18,9 @@ from prime_rl.configs.rollouts.agents import EXTERNAL, ROW_FILES
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.environments.builtin import BUILT_IN, built_in_module
-from prime_rl.interpreters.registry import Registry, RegistryFault
-from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
+from prime_rl.interpreters.registry import Registry
+from prime_rl.interpreters.venvs import python_of, venv_of_project
+from prime_rl.utils.errors import RunError, UserError
 from prime_rl.utils.files import missing_advice
 
 LOADER = "load_environment"
@@ -130,7 +131,7 @@ def _own_interpreter_fault(env: EnvConfig, start: StartDir, *modules: str) -> st
         return interpreter_fault(env.python, *modules)
     try:
         return interpreter_fault(python_of(venv_of_project(start.find(env.project), _tell)), *modules)
-    except VenvError as error:
+    except RunError as error:
         return f"project = {str(env.project)!r}: {error}"
 
 
@@ -138,7 +139,7 @@ def _installed_by_command(env_id: str) -> tuple[bool, str]:
     """Whether `medarc_train env install` has installed an environment, and what is wrong with it."""
     try:
         found = Registry().find(env_id)
-    except RegistryFault as fault:
+    except UserError as fault:
         return False, str(fault)
     if found is None or found.is_whole:
         return found is not None, ""

@@ -10,8 +10,9 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.ranges import LATEST
 from prime_rl.configs.trainer import CheckpointConfig, beyond_end
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import SavedSteps
 from prime_rl.run.resuming import changes_since
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import unexpanded_advice
 from prime_rl.utils.pydantic_config import BaseSettings
 
@@ -60,5 +61,5 @@ def _step_of(ckpt: CheckpointConfig | None, paths: RunPaths) -> int | None:
         return None if ckpt is None else ckpt.resume_step
     try:
         return SavedSteps.of(paths).choose(ckpt.resume_step).step
-    except CannotResume:
+    except RunDirError:
         return None

@@ -18,11 +18,12 @@ from prime_rl.checks.model_files import (
     vocab_size,
 )
 from prime_rl.checks.run_dir import changed_key_faults, counterpart_faults, latest_step_faults, output_fault
-from prime_rl.checks.start_dir import StartDir, StartFault, gpus_here
+from prime_rl.checks.start_dir import StartDir, gpus_here
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import compared_configs
+from prime_rl.utils.errors import StartFault
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig

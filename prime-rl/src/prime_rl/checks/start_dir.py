@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.configs.storage import is_on_s3
-from prime_rl.utils.gpus import DeviceError, usable_gpus
-
-
-class StartFault(Exception):
-    """A run cannot start with a file, package or program that its config names. The message is one line."""
+from prime_rl.utils.errors import DeviceError
+from prime_rl.utils.gpus import usable_gpus
 
 
 class NotInstalled(str):

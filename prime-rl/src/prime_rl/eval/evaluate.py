@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.monitors import MonitorError
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, Ending, end_reported, exit_within, explained_exit_code
-from prime_rl.run.evaluations import Candidate, EvaluationRefused, candidates_of
+from prime_rl.run.evaluations import Candidate, candidates_of
 from prime_rl.run.lifeline import end_with_launch
+from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -47,7 +47,7 @@ def _explained(failure: Exception | SystemExit) -> int:
     """Log why the evaluation failed, and return the exit code."""
     if isinstance(failure, SystemExit):
         return explained_exit_code(failure)
-    if isinstance(failure, EvaluationRefused | OrchestratorError | MonitorError):
+    if isinstance(failure, OrchestratorError | PrimeError):
         get_logger().error(str(failure))
     else:
         fault = disk_fault(failure)

@@ -22,7 +22,7 @@ from prime_rl.eval.report import Row, print_table, write_summary
 from prime_rl.eval.results import Key, Result, ResultsFile
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
-from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
+from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
@@ -42,6 +42,7 @@ from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 UNLIMITED = 1_000_000
@@ -434,7 +435,7 @@ def _send_the_rest(config: OfflineEvalConfig, paths: RunPaths) -> None:
     own_beats().say("sending the last evaluations to the monitors", waits_for=ANYONE)
     try:
         sinks = open_sinks(config.wandb, config.monitor, SinkRun("sft", paths, {}, resumes=True), paths.root)
-    except MonitorError as error:
+    except RunError as error:
         get_logger().error(f"{len(rest)} evaluations are only in {paths.metrics}: {error}")
         return
     for step, metrics in enumerate(rest, start=relay.last_step() + 1):

@@ -17,14 +17,11 @@ from prime_rl.history.metrics import MetricLog
 from prime_rl.run.beats import Beat, read_beats
 from prime_rl.run.lock import LOCK_NAME, STALE_S, Holder
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.utils.errors import UserError
 
 Kind = Literal["rl", "sft", "eval"]
 _MAIN_CONFIGS: Mapping[str, Kind] = {"rl": "rl", "sft": "sft", "eval": "eval", "trainer": "sft"}
 """Configs that tell the kind of a run, and the kind."""
-
-
-class NotARun(Exception):
-    """A directory that is no run's. The message is one line."""
 
 
 StateName = Literal["running", "complete", "stopped", "failed", "killed", "unknown"]
@@ -66,12 +63,12 @@ class RunHistory:
 
     @classmethod
     def open(cls, directory: Path) -> RunHistory:
-        """Read a run. Raises NotARun."""
+        """Read a run. Raises UserError."""
         paths = RunPaths(directory)
         for component, kind in _MAIN_CONFIGS.items():
             if paths.config(component).is_file():
                 return cls(paths, kind, component)
-        raise NotARun(f"{directory} is no run: {_instead(directory)}")
+        raise UserError(f"{directory} is no run: {_instead(directory)}")
 
     def refresh(self) -> bool:
         """Read what is new. True if there are new metrics."""

@@ -10,16 +10,13 @@ from typing import Any, TextIO
 
 from prime_rl.run.beats import is_replica
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import UserError
 from prime_rl.utils.files import replacing_file
 
 Event = dict[str, Any]
 _KINDS = frozenset("MXBEibne")
 _ORDER = ("orchestrator", "evaluator", "inference", "trainer")
 """Processes that come first in the viewer, in this order."""
-
-
-class NoTraces(Exception):
-    """A run without traces, or with one that cannot be read. The message is one line."""
 
 
 @dataclass
@@ -51,14 +48,14 @@ def merge_traces(paths: RunPaths, target: Path) -> Summary:
     """Write all traces of a run to `target`, with times since the first event.
 
     Raises:
-        NoTraces: the run has recorded none, or one of them cannot be read.
+        UserError: the run has recorded none, or one of them cannot be read.
         OSError: `target` cannot be written.
     """
     files = sorted(paths.traces.glob("*.jsonl"), key=_rank)
     summary = Summary(processes=len(files))
     spans = {file: span for file in files if (span := _span_of(file)) is not None}
     if not spans:
-        raise NoTraces(f"{paths.root} has no traces: start the run with --trace")
+        raise UserError(f"{paths.root} has no traces: start the run with --trace")
     first_us = min(span.first_us for span in spans.values())
     last_us = max(span.last_us for span in spans.values())
     summary.duration_s = (last_us - first_us) / 1e6
@@ -177,7 +174,7 @@ def _read(file: Path, summary: Summary) -> Iterator[Event]:
     """The events of a file. Lines that are no events are counted and left out, apart from one that is being written.
 
     Raises:
-        NoTraces: the file cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         with file.open("rb") as lines:
@@ -191,7 +188,7 @@ def _read(file: Path, summary: Summary) -> Iterator[Event]:
                 elif line.strip() and line.endswith(b"\n"):
                     summary.damaged_lines += 1
     except OSError as error:
-        raise NoTraces(f"{file} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _is_event(event: Any) -> bool:

@@ -31,8 +31,8 @@ from prime_rl.launch.devices import spin_env
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
+from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.logger import get_logger, setup_logger
-from prime_rl.utils.private import NotPrivate
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
 from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal

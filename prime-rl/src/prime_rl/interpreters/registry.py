@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from prime_rl.utils.errors import UserError
 from prime_rl.utils.files import locked_file, replacing_file
 from prime_rl.utils.private import home_directory
 
@@ -22,10 +23,6 @@ DIRECTORY_VARIABLE = "MEDARC_ENVIRONMENTS_DIR"
 FILE = "registry.json"
 FORMAT = 1
 """Changes when the file's layout does."""
-
-
-class RegistryFault(Exception):
-    """The list of installed environments cannot be read. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +77,22 @@ class Registry:
         self.file = self.directory / FILE
 
     def all(self) -> list[InstalledEnvironment]:
-        """Every environment, by id. Raises RegistryFault."""
+        """Every environment, by id. Raises UserError."""
         try:
             table = json.loads(self.file.read_text(encoding="utf-8"))
             if table["format"] != FORMAT:
-                raise RegistryFault(f"{self.file} has the format {table['format']!r}, not {FORMAT}: install again")
+                raise UserError(f"{self.file} has the format {table['format']!r}, not {FORMAT}: install again")
             found = [InstalledEnvironment(**each) for each in table["environments"]]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise RegistryFault(f"{self.file} cannot be read: {error.strerror}") from error
+            raise UserError(f"{self.file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise RegistryFault(f"{self.file} is damaged: remove it, and install the environments again") from error
+            raise UserError(f"{self.file} is damaged: remove it, and install the environments again") from error
         return sorted(found, key=lambda each: each.id)
 
     def find(self, env_id: str) -> InstalledEnvironment | None:
-        """The environment of a config's id, if it is installed here. Raises RegistryFault."""
+        """The environment of a config's id, if it is installed here. Raises UserError."""
         module = module_of(env_id)
         return next((each for each in self.all() if each.module == module), None)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prime_rl.interpreters.in_use import remove_unless_used, unused_for, use
+from prime_rl.utils.errors import NotPrivate, RunError
 from prime_rl.utils.files import PARTIAL, locked_file
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.private import NotPrivate, home_directory, private_directory
+from prime_rl.utils.private import home_directory, private_directory
 
 VENVS_VARIABLE = "PRIME_RL_VENVS"
 HASHED = ("pyproject.toml", "uv.lock", ".python-version")
@@ -32,10 +33,6 @@ _DISTURBING = frozenset(
 """Variables of this process that point uv to another environment."""
 
 Tell = Callable[[str], None]
-
-
-class VenvError(Exception):
-    """A virtual environment cannot be made. The message is one line for the user."""
 
 
 def venvs_root(env: Mapping[str, str] = os.environ) -> Path:
@@ -53,12 +50,12 @@ def place_of_project(project: Path) -> Path:
     """Where the virtual environment of a project is, or will be.
 
     Raises:
-        VenvError: the directory has no readable `pyproject.toml`.
+        RunError: the directory has no readable `pyproject.toml`.
     """
     project = project.resolve()
     parts = {name: _digest(project / name) for name in HASHED if (project / name).is_file()}
     if HASHED[0] not in parts:
-        raise VenvError(f"{str(project)!r} has no pyproject.toml: name the directory of the environment's package")
+        raise RunError(f"{str(project)!r} has no pyproject.toml: name the directory of the environment's package")
     return _place(project.name, {"project": str(project), **parts})
 
 
@@ -69,7 +66,7 @@ def venv_of_project(project: Path, tell: Tell | None = None) -> Path:
     `tell` gets a line when work begins and when it is done; by default the log does.
 
     Raises:
-        VenvError: the directory is no project, there is no uv, or uv cannot install the project.
+        RunError: the directory is no project, there is no uv, or uv cannot install the project.
     """
     project = project.resolve()
 
@@ -86,7 +83,7 @@ def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> P
     """The virtual environment that has packages, such as `["verifiers==0.1.10"]`.
 
     Raises:
-        VenvError: there is no uv, or uv cannot install the packages.
+        RunError: there is no uv, or uv cannot install the packages.
     """
 
     def install(venv: Path, uv: Uv) -> None:
@@ -102,15 +99,15 @@ class Uv:
     """The program `uv`, run for the project in a directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises VenvError if uv is not installed."""
+        """Raises RunError if uv is not installed."""
         found = shutil.which("uv")
         if found is None:
-            raise VenvError("making an interpreter needs uv, which is not installed: https://docs.astral.sh/uv")
+            raise RunError("making an interpreter needs uv, which is not installed: https://docs.astral.sh/uv")
         self._program = found
         self._directory = directory
 
     def run(self, *arguments: str, venv: Path | None = None) -> None:
-        """Raises VenvError with what uv said, if it fails."""
+        """Raises RunError with what uv said, if it fails."""
         env = {name: value for name, value in os.environ.items() if name not in _DISTURBING}
         if venv is not None:
             env["UV_PROJECT_ENVIRONMENT"] = str(venv)
@@ -126,14 +123,14 @@ class Uv:
         )
         if done.returncode != 0:
             verb = " ".join(arguments[: 2 if arguments[0] == "pip" else 1])
-            raise VenvError(f"`uv {verb}` fails: {_one_line(done.stderr)}")
+            raise RunError(f"`uv {verb}` fails: {_one_line(done.stderr)}")
 
 
 def _digest(file: Path) -> str:
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
-        raise VenvError(f"{file}: {error.strerror}") from error
+        raise RunError(f"{file}: {error.strerror}") from error
 
 
 def _place(name: str, contents: Mapping[str, str]) -> Path:
@@ -159,9 +156,9 @@ def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tel
                 _remove_old(place, tell)
             use(place)
     except NotPrivate as error:
-        raise VenvError(f"{error}; or set {VENVS_VARIABLE} to another directory") from error
+        raise RunError(f"{error}; or set {VENVS_VARIABLE} to another directory") from error
     except OSError as error:
-        raise VenvError(f"{place}: {error.strerror or error}") from error
+        raise RunError(f"{place}: {error.strerror or error}") from error
     return place
 
 

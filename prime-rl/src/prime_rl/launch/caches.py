@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, venvs_root
+from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.files import locked_file
-from prime_rl.utils.private import NotPrivate, home_directory, home_env
+from prime_rl.utils.private import home_directory, home_env
 
 CACHE_VARIABLE = "PRIME_RL_CACHE"
 LIMIT_BYTES = 20 * 2**30

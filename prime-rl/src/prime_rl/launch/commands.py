@@ -12,17 +12,10 @@ from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
-from prime_rl.launch.run import Command, LaunchRefused
+from prime_rl.launch.run import Command
 from prime_rl.launch.site import Sharing
 from prime_rl.run.directory import REPLACED, check_run_dir, prepare_run_dir
-from prime_rl.run.evaluations import (
-    EvaluationRefused,
-    candidates_of,
-    check_settings,
-    prepare_evaluations,
-    save_settings,
-    settings_of,
-)
+from prime_rl.run.evaluations import candidates_of, check_settings, prepare_evaluations, save_settings, settings_of
 from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
 from prime_rl.run.resume_point import SavedSteps, end_of
 from prime_rl.run.resuming import changes_since, compared_configs
@@ -122,11 +115,8 @@ def _changes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: int | N
 
 
 def _check_evaluation(config: OfflineEvalConfig, paths: RunPaths) -> None:
-    try:
-        candidates_of(config)
-        check_settings(EvalPaths(paths.root), settings_of(config))
-    except EvaluationRefused as error:
-        raise LaunchRefused(str(error)) from error
+    candidates_of(config)
+    check_settings(EvalPaths(paths.root), settings_of(config))
 
 
 def _prepare_evaluation(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | None) -> None:

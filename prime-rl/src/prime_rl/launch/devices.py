@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError
+from prime_rl.utils.errors import DeviceError
+from prime_rl.utils.gpus import MASK_VARIABLE
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"

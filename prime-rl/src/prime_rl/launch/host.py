@@ -18,12 +18,13 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from prime_rl.launch import logs, reaper
-from prime_rl.launch.spec import CannotStart, Event, Exited, ProcessSpec, Signalled
+from prime_rl.launch.spec import Event, Exited, ProcessSpec, Signalled
 from prime_rl.launch.stalls.dumps import new_stacks
 from prime_rl.launch.stalls.watchdog import Observed
 from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 from prime_rl.run.lifeline import start_guard
+from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.logger import PROCESS_VARIABLE
 from prime_rl.utils.private import runtime_directory
 from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_directory

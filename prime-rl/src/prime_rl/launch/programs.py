@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Self
 
 from prime_rl.launch.devices import mask
-from prime_rl.launch.spec import CannotStart, ProcessSpec
+from prime_rl.launch.spec import ProcessSpec
 from prime_rl.run.beats import replica_name
 from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.paths import STORE_VARIABLE, RunPaths
+from prime_rl.utils.errors import CannotStart
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"

@@ -24,18 +24,22 @@ from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
-from prime_rl.launch.spec import CannotStart, Outcome, Signalled, StoppedEarly
+from prime_rl.launch.spec import Outcome, Signalled
 from prime_rl.launch.stalls.watchdog import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.access import files_readable_by
 from prime_rl.run.attempts import PARTS, Receipt, next_attempt
-from prime_rl.run.directory import OutputDirInUse, RunDirError, RunFinished, write_configs
+from prime_rl.run.directory import RunFinished, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.unfinished import settle
-from prime_rl.storage.copies import CopiedRun, CopyRefused, RunCopy, copying
-from prime_rl.storage.staging import StagingRefused, has_s3_names, inputs_of, staged
-from prime_rl.utils.gpus import DeviceError
+from prime_rl.storage.copies import CopiedRun, RunCopy, copying
+from prime_rl.storage.staging import has_s3_names, inputs_of, staged
+from prime_rl.utils.errors import (
+    PrimeError,
+    StoppedEarly,
+    UserError,
+)
 
 FAILURE_GRACE_S = 15.0
 """Seconds to stop after a failure on several nodes: ranks that wait for a lost one cannot save."""
@@ -57,14 +61,6 @@ class Launchable(Protocol):
 
     @property
     def storage(self) -> StorageConfig: ...
-
-
-class LaunchRefused(Exception):
-    """The run cannot be started as configured. Printed as one line for each fault."""
-
-    def __init__(self, *faults: str) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
 
 
 class Screen(Protocol):
@@ -122,7 +118,6 @@ def launch(
         0 if the run is complete or was a dry run; 2 if it cannot be started as configured, or one of its processes
         refuses that; 128 + n after signal n; otherwise 1.
     """
-    faults: tuple[str, ...]
     try:
         with files_readable_by(config.file_access):
             _check_nodes(command, config, cluster)
@@ -130,21 +125,19 @@ def launch(
     except RunFinished as finished:
         sys.stdout.write(f"{finished}\n")
         return 0
-    except (LaunchRefused, StagingRefused) as error:
-        faults, code = error.faults, 2
-    except (CopyRefused, DeviceError, OutputDirInUse, RunDirError) as error:
-        faults, code = (str(error),), 2
     except StoppedEarly as stopped:
         sys.stderr.write(f"{stopped}\n")
         return stopped.exit_code
-    except (CannotStart, OSError) as error:
+    except PrimeError as error:
+        faults, code = error.faults, error.exit_code
+    except OSError as error:
         faults, code = (str(error),), 1
     sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
     return code
 
 
 def _check_nodes(command: Command[ConfigT], config: ConfigT, cluster: Cluster | None) -> None:
-    """Raise LaunchRefused if the config is for another number of nodes than the launch has."""
+    """Raise UserError if the config is for another number of nodes than the launch has."""
     needed = command.demand(config).nodes
     if needed == 1:
         return  # nothing is asked of the scheduler, which a container may not reach
@@ -152,7 +145,7 @@ def _check_nodes(command: Command[ConfigT], config: ConfigT, cluster: Cluster | 
     if needed == len(names):
         return
     has = f"the job has {len(names)}: {', '.join(names)}" if names else "this launch has one"
-    raise LaunchRefused(
+    raise UserError(
         f"deployment.type = 'multi_node': the run takes {needed} nodes, and {has}; "
         f"submit it with `medarc_slurm {command.name}`, or start it in a Slurm job of {needed} nodes"
     )
@@ -269,10 +262,10 @@ def _placed(
 
 
 def _refuse(faults: Sequence[str], dry_run: bool) -> None:
-    """Raise LaunchRefused if there are faults. A dry run only warns of packages that are not installed here."""
+    """Raise UserError if there are faults. A dry run only warns of packages that are not installed here."""
     tolerated = [fault for fault in faults if dry_run and isinstance(fault, NotInstalled)]
     if len(faults) > len(tolerated):
-        raise LaunchRefused(*faults)
+        raise UserError(*faults)
     sys.stderr.writelines(f"warning: {fault}\n" for fault in tolerated)
 
 

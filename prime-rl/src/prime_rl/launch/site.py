@@ -22,7 +22,8 @@ from prime_rl.launch.devices import (
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
-from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
+from prime_rl.utils.errors import DeviceError
+from prime_rl.utils.gpus import choose_device, masked_gpus, usable_gpus
 
 Device = Literal["cuda", "cpu"]
 

@@ -13,18 +13,6 @@ _RECORDED = "WANDB_"
 """Prefix of variables that only tell W&B which command started the run."""
 
 
-class CannotStart(Exception):
-    """A child's program could not be started."""
-
-
-class StoppedEarly(CannotStart):
-    """A signal ended the launch before its first process started."""
-
-    def __init__(self, signum: signal.Signals, doing: str) -> None:
-        super().__init__(f"stopped by {signum.name} while {doing}")
-        self.exit_code = 128 + signum
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One process of a run: its command, its log, and what its exit means."""

@@ -1,6 +1,6 @@
 """Metric sinks: `metrics.jsonl` (always), W&B, Prometheus, and the benchmark table."""
 
-from prime_rl.monitors.base import Metrics, Monitor, MonitorError, MultiMonitor
+from prime_rl.monitors.base import Metrics, Monitor, MultiMonitor
 from prime_rl.monitors.jsonl import JsonlMonitor
 
-__all__ = ["JsonlMonitor", "Metrics", "Monitor", "MonitorError", "MultiMonitor"]
+__all__ = ["JsonlMonitor", "Metrics", "Monitor", "MultiMonitor"]

@@ -8,10 +8,6 @@ from typing import Protocol
 Metrics = Mapping[str, float | int | str]
 
 
-class MonitorError(Exception):
-    """A configured monitor cannot start; the message says why and how to fix it."""
-
-
 class Monitor(Protocol):
     """Receives a component's metrics once per step."""
 

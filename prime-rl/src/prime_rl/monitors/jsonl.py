@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from prime_rl.monitors.base import Metrics, MonitorError
+from prime_rl.monitors.base import Metrics
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import get_logger
 
 
@@ -23,7 +24,7 @@ class JsonlMonitor:
     def __init__(self, path: Path, source: str) -> None:
         """
         Raises:
-            MonitorError: the file cannot be written, as one of another user.
+            RunError: the file cannot be written, as one of another user.
         """
         self.path = path
         self.source = source
@@ -31,7 +32,7 @@ class JsonlMonitor:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise MonitorError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
         self._lost_lines = 0
         self._is_mid_line = False
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prime_rl.configs.shared import MetricsServerConfig
-from prime_rl.monitors.base import Metrics, MonitorError
+from prime_rl.monitors.base import Metrics
 from prime_rl.utils.engine_keys import is_bearer, named_key, new_engine_key, published_key
+from prime_rl.utils.errors import NotPrivate, RunError
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.private import NotPrivate
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class MetricsServer:
         """Start listening.
 
         Raises:
-            MonitorError: the port is in use, the host is not an address of this machine, or other users can enter the
+            RunError: the port is in use, the host is not an address of this machine, or other users can enter the
                 directory of keys.
         """
         self._gauges = gauges
@@ -109,9 +109,7 @@ class MetricsServer:
         try:
             self._server = ThreadingHTTPServer((config.host, config.port), Handler)
         except OSError as error:
-            raise MonitorError(
-                f"metrics_server: cannot listen on {config.host}:{config.port}: {error.strerror}"
-            ) from error
+            raise RunError(f"metrics_server: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
         if Handler.key is not None and has_metrics:
             self._publish(config.port, Handler.key)
         self._server.daemon_threads = True
@@ -123,7 +121,7 @@ class MetricsServer:
             file = self._held.enter_context(published_key(port, key, "metrics"))
         except NotPrivate as error:
             self._server.server_close()
-            raise MonitorError(f"metrics_server: {error}") from error
+            raise RunError(f"metrics_server: {error}") from error
         get_logger().info(f"Metrics on port {port} need the key in {file}")
 
     def log(self, metrics: Metrics, step: int) -> None:

@@ -23,10 +23,6 @@ Reduce = Literal["avg", "avg_min_max", "sum", "min", "max", "scalar"]
 TIMING = "timing"
 
 
-class StatsError(ValueError):
-    """Values that cannot be recorded, or that the ranks recorded differently."""
-
-
 @dataclass(slots=True)
 class _Total:
     """What was recorded of one metric."""
@@ -68,13 +64,13 @@ class Stats:
         """Name masks that later statistics count over. Each is exported too, as its number of true elements.
 
         Raises:
-            StatsError: a mask is empty or not boolean.
+            ValueError: a mask is empty or not boolean.
         """
         import torch
 
         for name, mask in masks.items():
             if mask.dtype != torch.bool or mask.numel() == 0:
-                raise StatsError(f"the denominator {name} must be a boolean tensor with elements (got {_kind(mask)})")
+                raise ValueError(f"the denominator {name} must be a boolean tensor with elements (got {_kind(mask)})")
             key = self._key(name)
             self._masks[key] = mask.detach()
             self._total(key, "sum").sum += mask.sum(dtype=torch.float64)
@@ -86,7 +82,7 @@ class Stats:
         Elements outside of the mask do not count, and may be NaN.
 
         Raises:
-            StatsError: the denominator is unknown, a tensor has another shape, or holds no floating-point numbers.
+            ValueError: the denominator is unknown, a tensor has another shape, or holds no floating-point numbers.
         """
         import torch
 
@@ -94,9 +90,9 @@ class Stats:
         for name, value in values.items():
             key = self._key(name)
             if reduce == "scalar":
-                raise StatsError(f"{key}: a tensor has no reduce type 'scalar': use `scalar`, or another type")
+                raise ValueError(f"{key}: a tensor has no reduce type 'scalar': use `scalar`, or another type")
             if value.shape != mask.shape or not value.is_floating_point():
-                raise StatsError(f"{key} is {_kind(value)}; its denominator {of} is {_kind(mask)}")
+                raise ValueError(f"{key} is {_kind(value)}; its denominator {of} is {_kind(mask)}")
             value = value.detach()
             total = self._total(key, reduce)
             total.sum += torch.where(mask, value, 0).sum(dtype=torch.float64)
@@ -128,7 +124,7 @@ class Stats:
         A rank need not have every key. A key that nothing was recorded for, or only masked-out elements, is missing.
 
         Raises:
-            StatsError: the ranks recorded a key with different reduce types.
+            ValueError: the ranks recorded a key with different reduce types.
         """
         reduces, numbers = self._reduced(group)
         if reset:
@@ -176,12 +172,12 @@ class Stats:
             mask = self._masks.get("/".join([*scopes[:depth], name]))
             if mask is not None:
                 return mask
-        raise StatsError(f"no denominator {name!r}: name it first, with `denominator({name}=mask)`")
+        raise ValueError(f"no denominator {name!r}: name it first, with `denominator({name}=mask)`")
 
     def _total(self, key: str, reduce: Reduce) -> _Total:
         total = self._totals.setdefault(key, _Total(reduce))
         if total.reduce != reduce:
-            raise StatsError(f"{key} was recorded as {total.reduce!r} and as {reduce!r}")
+            raise ValueError(f"{key} was recorded as {total.reduce!r} and as {reduce!r}")
         return total
 
 
@@ -204,7 +200,7 @@ def _all_keys(own: dict[str, Reduce], group: ProcessGroup) -> dict[str, Reduce]:
     for part in parts:
         for key, reduce in part.items():
             if reduces.setdefault(key, reduce) != reduce:
-                raise StatsError(f"{key} was recorded as {reduces[key]!r} and, on another rank, as {reduce!r}")
+                raise ValueError(f"{key} was recorded as {reduces[key]!r} and, on another rank, as {reduce!r}")
     return dict(sorted(reduces.items()))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.shared import WandbConfig
-from prime_rl.monitors.base import Metrics, MonitorError
+from prime_rl.monitors.base import Metrics
 from prime_rl.monitors.sinks.attempts import Attempt
+from prime_rl.utils.errors import RunError
 
 
 class WandbMonitor:
@@ -24,7 +25,7 @@ class WandbMonitor:
         """Start the run, or continue that of an earlier attempt.
 
         Raises:
-            MonitorError: W&B cannot be reached, or the user is not logged in.
+            RunError: W&B cannot be reached, or the user is not logged in.
         """
         import wandb
 
@@ -44,7 +45,7 @@ class WandbMonitor:
             )
         except wandb.Error as error:
             reason = str(error).strip().splitlines()[0]
-            raise MonitorError(
+            raise RunError(
                 f"wandb: {reason}: log in with `wandb login`, or log offline with --wandb.offline"
             ) from error
         if attempt is not None:

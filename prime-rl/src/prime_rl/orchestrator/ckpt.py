@@ -19,9 +19,10 @@ from typing import Any
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import SavedSteps
 from prime_rl.run.retention import kept_steps
 from prime_rl.utils.contents import find_damage
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE, remove_directory, replacing_directory, scratch_of
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
@@ -92,7 +93,7 @@ class Checkpoints:
         try:
             is_word = resume_step is not None and resume_step < 0
             step = saved.choose(resume_step).step if is_word else resume_step
-        except CannotResume as error:
+        except RunDirError as error:
             raise ResumeFault(str(error)) from error
         if step is not None and (fault := saved.missing_counterpart(step)):
             raise ResumeFault(fault)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.monitors import MonitorError
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import Ending, end_reported, exit_process, explained_exit_code
-from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.directory import check_output_dir
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -74,7 +74,7 @@ def _explained(failure: Exception | SystemExit) -> int:
         # The author of an environment needs to see where its code failed.
         cause = failure.__cause__
         get_logger().error(str(failure), exc_info=None if isinstance(cause, OrchestratorError) else cause)
-    elif isinstance(failure, OrchestratorError | MonitorError | OutputDirInUse):
+    elif isinstance(failure, OrchestratorError | PrimeError):
         get_logger().error(str(failure))
     else:
         fault = disk_fault(failure)
@@ -86,7 +86,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
     """Delete stale files, write the resolved config, and return the step to resume from (None: fresh start).
 
     Raises:
-        OutputDirInUse: the directory holds the checkpoints of another run.
+        RunDirError: the directory holds the checkpoints of another run.
         ResumeFault: the orchestrator has no checkpoint of the step to resume from.
     """
     run_paths = RunPaths.from_orchestrator_dir(config.output_dir)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.ranges import AUTO
 from prime_rl.run.paths import RunPaths, SamplesFile, step_of
-from prime_rl.run.resume_point import CannotResume, End, SavedSteps
+from prime_rl.run.resume_point import End, SavedSteps
 from prime_rl.utils.contents import STABLE
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import PARTIAL
 from prime_rl.utils.private import home_directory
 
@@ -34,14 +35,6 @@ _LAUNCH_KEYS = ("slurm", "dry_run", "clean_output_dir")
 _NO_END = End()
 
 
-class OutputDirInUse(Exception):
-    """The output directory holds the checkpoints of another run."""
-
-
-class RunDirError(Exception):
-    """The output directory cannot be used as asked."""
-
-
 class RunFinished(Exception):
     """The run has done all of its work, and `auto` leaves it at that. The message is for the user."""
 
@@ -52,14 +45,11 @@ def check_run_dir(paths: RunPaths, resume_step: int | None, clean: bool = False,
     `resume_step` is a step, -1 (`latest`) or -2 (`auto`).
 
     Raises:
-        OutputDirInUse: a new run would find another run's checkpoints.
+        RunDirError: a new run would find another run's checkpoints.
         RunDirError: the directory must not be cleaned, or there is nothing to resume, or nothing left to do.
         RunFinished: there is nothing left to do, and `resume_step` is -2.
     """
-    try:
-        step = SavedSteps.of(paths).choose(resume_step).step
-    except CannotResume as error:
-        raise RunDirError(str(error)) from error
+    step = SavedSteps.of(paths).choose(resume_step).step
     if step is not None:
         _refuse_if_finished(paths, step, end, is_auto=resume_step == AUTO)
         return step
@@ -197,12 +187,12 @@ def check_output_dir(paths: RunPaths, resuming: bool) -> None:
     """Refuse to start a new run in a directory with another run's checkpoints.
 
     Raises:
-        OutputDirInUse: `OUT/checkpoints` has entries, other than a save that did not end, and the run does not resume.
+        RunDirError: `OUT/checkpoints` has entries, other than a save that did not end, and the run does not resume.
     """
     entries = paths.checkpoints.iterdir() if paths.checkpoints.is_dir() and not resuming else ()
     if not any(entry.suffix != PARTIAL for entry in entries):
         return
-    raise OutputDirInUse(
+    raise RunDirError(
         f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "
         "continue it with --resume latest, or replace it with --clean-output-dir"
     )

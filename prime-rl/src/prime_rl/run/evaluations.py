@@ -1,9 +1,4 @@
-"""An evaluation's directory: which weights are evaluated, and with which settings.
-
-EvaluationRefused
-├── OtherEvaluation   the output directory holds results that were made with other settings
-└── MissingSteps      a requested checkpoint is missing or incomplete
-"""
+"""An evaluation's directory: which weights are evaluated, and with which settings."""
 
 from __future__ import annotations
 
@@ -19,6 +14,7 @@ from prime_rl.run.directory import set_aside
 from prime_rl.run.lock import is_running
 from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
 from prime_rl.utils.contents import sampled_digest
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import nearest_path, replacing_file
 
 if TYPE_CHECKING:
@@ -28,18 +24,6 @@ _WHOLE_BYTES = 2**28
 """Of larger files of weights, samples are compared."""
 BASE_STEP = 0
 """The step under which the base model's results are stored."""
-
-
-class EvaluationRefused(Exception):
-    """The evaluation cannot be done as asked. The message is one line."""
-
-
-class OtherEvaluation(EvaluationRefused):
-    """Results of different settings must not be mixed."""
-
-
-class MissingSteps(EvaluationRefused):
-    """The requested weights do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +51,7 @@ def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
     """What an evaluation starts with. One that watches a run may start before there is a checkpoint.
 
     Raises:
-        MissingSteps: one of `steps` is missing or incomplete, or there is nothing to evaluate.
+        RunDirError: one of `steps` is missing or incomplete, or there is nothing to evaluate.
     """
     if config.watch and config.weights_dir is not None:
         due = Following(config.weights_dir, interval=config.interval).due()
@@ -79,7 +63,7 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
     """The base model, if requested, and the complete checkpoints in `weights_dir` (only `steps`, if given).
 
     Raises:
-        MissingSteps: one of `steps` is missing or incomplete, or there is nothing to evaluate.
+        RunDirError: one of `steps` is missing or incomplete, or there is nothing to evaluate.
     """
     base = [Candidate(BASE_STEP, None)] if eval_base else []
     if weights_dir is None:
@@ -91,7 +75,7 @@ def find_candidates(eval_base: bool, weights_dir: Path | None, steps: Iterable[i
     if missing or not wanted:
         there = ", ".join(map(str, complete)) or "none"
         lacking = f"step {', '.join(map(str, missing))}" if missing else "any step"
-        raise MissingSteps(f"{weights_dir} lacks {lacking}; complete steps: {there}{_other_folder(weights_dir)}")
+        raise RunDirError(f"{weights_dir} lacks {lacking}; complete steps: {there}{_other_folder(weights_dir)}")
     # The weights of step 0 are the base model again.
     steps_left = [step for step in wanted if not (base and step == BASE_STEP)]
     return [*base, *(Candidate(step, weights_dir / f"step_{step}") for step in steps_left)]
@@ -231,7 +215,7 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
     """Merge `settings` with the environments of earlier starts; changes no file.
 
     Raises:
-        OtherEvaluation: the directory holds results that were made with other settings.
+        RunDirError: the directory holds results that were made with other settings.
     """
     current: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     if not paths.settings.is_file():
@@ -241,7 +225,7 @@ def check_settings(paths: EvalPaths, settings: Mapping[str, Any]) -> dict[str, A
     changed = [key for key in earlier if key not in ("environments", WEIGHTS) and earlier[key] != current.get(key)]
     changed += [f"environment {name!r}" for name, each in earlier["environments"].items() if environments[name] != each]
     if changed:
-        raise OtherEvaluation(
+        raise RunDirError(
             f"{paths.root} holds results that were made with another {' and another '.join(changed)}: "
             "choose another --output-dir"
         )
@@ -292,7 +276,7 @@ def prepare_evaluations(paths: RunPaths, resume_step: int | None, settings: Mapp
 def _are_of(results: EvalPaths, settings: Mapping[str, Any]) -> bool:
     try:
         check_settings(results, settings)
-    except (OtherEvaluation, ValueError, KeyError, TypeError):  # ValueError and so on: the file is damaged
+    except (RunDirError, ValueError, KeyError, TypeError):  # ValueError and so on: the file is damaged
         return False
     return True
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prime_rl.run.directory import OutputDirInUse
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import naming
 
 LOCK_NAME = "run.lock"
@@ -66,7 +66,7 @@ def run_lock(
     file is not yet old, waits up to `STALE_S` seconds to see whether it is alive.
 
     Raises:
-        OutputDirInUse: another launch uses the directory.
+        RunDirError: another launch uses the directory.
     """
     is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def run_lock(
 
 
 def refuse_if_locked(root: Path) -> None:
-    """Raise OutputDirInUse if a process of this machine, or of one whose locks are seen here, uses the directory."""
+    """Raise RunDirError if a process of this machine, or of one whose locks are seen here, uses the directory."""
     if (root / LOCK_NAME).exists():
         descriptor, _ = _locked(root / LOCK_NAME)
         os.close(descriptor)
@@ -104,7 +104,7 @@ def is_running(root: Path) -> bool:
         refuse_if_locked(root)
     except FileNotFoundError:
         return False
-    except OutputDirInUse:
+    except RunDirError:
         return True
     return time.time() - touched_s < STALE_S
 
@@ -113,7 +113,7 @@ def _locked(path: Path) -> tuple[int, bool]:
     """The open file, and whether it is locked: some file systems have no locks, and the beats alone decide.
 
     Raises:
-        OutputDirInUse: another process holds the lock.
+        RunDirError: another process holds the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -137,8 +137,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _in_use(path: Path) -> OutputDirInUse:
-    return OutputDirInUse(
+def _in_use(path: Path) -> RunDirError:
+    return RunDirError(
         f"{path.parent} is in use by {Holder.read(path) or 'another launch'}: "
         "wait for it or stop it, or choose another --output-dir"
     )

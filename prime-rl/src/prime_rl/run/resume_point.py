@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.configs.ranges import AUTO
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.contents import find_damage, read_contents
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import PARTIAL, STABLE
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
-
-
-class CannotResume(Exception):
-    """There is no such checkpoint, or it is damaged. The message names the nearest one that can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +79,26 @@ class SavedSteps:
         Reads sizes of the trainer's files, not their contents.
 
         Raises:
-            CannotResume: there is nothing to resume, or the step is not there or damaged. With `auto` only if there are
+            RunDirError: there is nothing to resume, or the step is not there or damaged. With `auto` only if there are
                 checkpoints and none of them can be resumed.
         """
         if resume_step is None:
             return ResumePoint(None)
         if resume_step >= 0:
             if fault := self.fault_of(resume_step):
-                raise CannotResume(fault)
+                raise RunDirError(fault)
             return ResumePoint(resume_step)
         found = self._newest_whole()
         if found.step is not None:
             return found
         if found.passed_over:
-            raise CannotResume(
+            raise RunDirError(
                 f"no checkpoint in {self.paths.checkpoints} can be resumed: {'; '.join(found.passed_over)}; "
                 "start a new run in another directory"
             )
         if resume_step == AUTO:
             return found
-        raise CannotResume(
+        raise RunDirError(
             f"there is nothing to resume: {self.paths.checkpoints} has no complete checkpoint; start a new run without "
             "--resume, or let --resume auto decide"
         )

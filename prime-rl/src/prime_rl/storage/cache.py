@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
-from prime_rl.storage.s3 import S3, S3Object, StorageError
+from prime_rl.storage.s3 import S3, S3Object
 from prime_rl.storage.trees import download_objects, path_below
+from prime_rl.utils.errors import NotPrivate, StorageError
 from prime_rl.utils.files import DELETED, PARTIAL, fsync_tree, locked_file, size_text
-from prime_rl.utils.private import NotPrivate, home_directory, private_directory
+from prime_rl.utils.private import home_directory, private_directory
 
 CACHE_VARIABLE = "PRIME_RL_BUCKET_CACHE"
 _SOURCE = "source.json"

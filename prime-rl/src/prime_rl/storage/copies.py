@@ -11,13 +11,10 @@ from prime_rl.configs.storage import S3Name, StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage.holding import read_plan, write_plan
 from prime_rl.storage.restoring import RemoteRun, Say
-from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.storage.s3 import S3
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
 from prime_rl.storage.writers import PlaceLock, Writer
-
-
-class CopyRefused(Exception):
-    """The run cannot be copied to S3 as asked. The message is one line."""
+from prime_rl.utils.errors import StorageError, UserError
 
 
 class RunCopy:
@@ -36,14 +33,14 @@ class RunCopy:
         """None if the run is not copied.
 
         Raises:
-            CopyRefused: boto3 is not installed, or the environment is not usable.
+            UserError: boto3 is not installed, or the environment is not usable.
         """
         if config.target is None:
             return None
         try:
             return cls(S3.connect(), config.target, config, paths, say)
         except StorageError as error:
-            raise CopyRefused(f"storage.upload_to: {error}") from error
+            raise UserError(f"storage.upload_to: {error}") from error
 
     def restore(self, resume_step: int | None, is_evaluation: bool, dry_run: bool) -> bool:
         """Download what the run continues from, and check that it may be written. Returns whether files have come.
@@ -51,7 +48,7 @@ class RunCopy:
         `resume_step` is a step, -1 (`latest`) or -2 (`auto`); None starts a new run. A dry run only lists.
 
         Raises:
-            CopyRefused: S3 cannot be read or written, or holds another run.
+            UserError: S3 cannot be read or written, or holds another run.
         """
         try:
             remote = RemoteRun(self._s3, self._name, self._paths)
@@ -74,11 +71,11 @@ class RunCopy:
                 self._lock.release()
                 raise
         except StorageError as error:
-            raise CopyRefused(f"storage.upload_to: {error}") from error
+            raise UserError(f"storage.upload_to: {error}") from error
 
     def _refuse_steps(self, remote: RemoteRun, is_new: bool) -> None:
         if is_new and remote.steps:
-            raise CopyRefused(
+            raise UserError(
                 f"{self._name} holds the checkpoints of another run: choose another output_dir, or continue it "
                 "with --resume latest; nothing is deleted on S3"
             )
@@ -87,7 +84,7 @@ class RunCopy:
         """A dry run downloads no checkpoint, and so cannot look at the one that a resume would take."""
         step = None if resume_step is None else remote.step_to_fetch(resume_step)
         if step is not None:
-            raise CopyRefused(
+            raise UserError(
                 f"{self._name} holds step {step}, which a dry run does not download: start without --dry-run to "
                 "continue from it"
             )
@@ -96,13 +93,13 @@ class RunCopy:
         """Begin to copy a run that starts at `step`.
 
         Raises:
-            CopyRefused: steps on S3 that the run replaces cannot be removed.
+            UserError: steps on S3 that the run replaces cannot be removed.
         """
         try:
             if step is not None:
                 RemoteRun(self._s3, self._name, self._paths).forget_after(step)
         except StorageError as error:
-            raise CopyRefused(f"storage.upload_to: {error}") from error
+            raise UserError(f"storage.upload_to: {error}") from error
         write_plan(self._paths, str(self._name), self._config.max_held)
         uploader = Uploader(self._s3, self._paths, self._name, self._config.samples, say, lambda: self._lock.lost)
         self._lock.on_loss = uploader.stop.set
@@ -152,7 +149,7 @@ def copying(
         asked_to_stop: waits at most so many seconds, and returns whether somebody asked to end.
 
     Raises:
-        CopyRefused: S3 cannot be written.
+        UserError: S3 cannot be written.
     """
     run = CopiedRun(say)
     if copy is None:
@@ -160,7 +157,7 @@ def copying(
         return
     try:
         uploader, thread = copy.start(step, lambda line: run.say(line))
-    except CopyRefused:
+    except UserError:
         copy.end()
         raise
     try:
@@ -179,19 +176,19 @@ def upload_run(paths: RunPaths, target: S3Name | None, samples: bool, say: Say) 
     """Upload what is missing of a run; `target` is by default where it was copied before.
 
     Raises:
-        CopyRefused: nothing says where, or S3 cannot be used.
+        UserError: nothing says where, or S3 cannot be used.
     """
     plan = read_plan(paths)
     name = target or (S3Name.of(str(plan["upload_to"])) if plan and "upload_to" in plan else None)
     if name is None:
-        raise CopyRefused(f"{paths.root} was not copied to S3 before: say where with --to s3://BUCKET/PREFIX")
+        raise UserError(f"{paths.root} was not copied to S3 before: say where with --to s3://BUCKET/PREFIX")
     try:
         s3 = S3.connect()
         lock = PlaceLock(s3, name, Writer.this_process(paths.root, os.environ))
         lock.refuse_if_held()
         lock.take(say)
     except StorageError as error:
-        raise CopyRefused(str(error)) from error
+        raise UserError(str(error)) from error
     try:
         uploader = Uploader(s3, paths, name, samples, say, lambda: lock.lost)
         lock.on_loss = uploader.stop.set

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prime_rl.storage.s3 import S3, S3Object, StorageError
+from prime_rl.storage.s3 import S3, S3Object
+from prime_rl.utils.errors import StorageError
 
 _MD5 = re.compile(r"[0-9a-f]{32}(?:-(\d+))?")
 _CHUNK_BYTES = 1 << 20

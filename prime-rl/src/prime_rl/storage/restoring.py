@@ -8,11 +8,12 @@ from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
 from prime_rl.run.paths import EvalPaths, RunPaths, step_of
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import SavedSteps
 from prime_rl.storage.s3 import S3, S3Object
 from prime_rl.storage.trees import download_objects, path_below
 from prime_rl.storage.writers import WRITER
 from prime_rl.utils.contents import STABLE, find_damage
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import PARTIAL, begin_directory, fsync_tree, size_text
 
 Say = Callable[[str], None]
@@ -170,7 +171,7 @@ class RemoteRun:
     def _newest_here(self) -> int | None:
         try:
             return SavedSteps.of(self._paths).choose(-2).step
-        except CannotResume:
+        except RunDirError:
             return None
 
     def _is_here(self, step: int) -> bool:

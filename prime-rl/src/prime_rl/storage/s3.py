@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.storage import S3Name, path_fault
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import StorageError
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
@@ -56,16 +56,6 @@ _NO_CREDENTIALS = (
     "no AWS credentials are found: set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a "
     "role provides them"
 )
-
-
-class StorageError(Exception):
-    """S3 cannot be used as asked. The message is one line for the user."""
-
-    def __init__(self, message: str, code: str = "") -> None:
-        # Keys may hold characters that act on a terminal.
-        super().__init__(one_line(message))
-        self.code = code
-        """S3's own word for it, such as `NoSuchBucket`; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,13 @@ from pydantic import BaseModel
 
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.storage.cache import Listing, cache_root, local_copy
-from prime_rl.storage.s3 import S3, StorageError
+from prime_rl.storage.s3 import S3
+from prime_rl.utils.errors import StagingRefused, StorageError
 
 WRITTEN_KEYS = frozenset({"output_dir", "upload_to", "work_dir", "toml_files"})
 """Keys that name no input."""
 
 ConfigT = TypeVar("ConfigT")
-
-
-class StagingRefused(Exception):
-    """Inputs on S3 cannot be used. One line for each fault."""
-
-    def __init__(self, *faults: str, known_here: bool = True) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
-        self.known_here = known_here
-        """Whether another machine, with other credentials and packages, would find the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from prime_rl.configs.storage import S3Name, path_fault
 from prime_rl.storage.etags import etag_fault
-from prime_rl.storage.s3 import S3, S3Object, StorageError
+from prime_rl.storage.s3 import S3, S3Object
+from prime_rl.utils.errors import StorageError
 from prime_rl.utils.files import STABLE, TEMPORARY
 
 WORKERS = 8

@@ -12,11 +12,11 @@ from pathlib import Path
 from prime_rl.configs.storage import S3Name
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage.holding import is_uploaded, mark_uploaded
-from prime_rl.storage.s3 import S3, STOPPED, S3Object, StorageError
+from prime_rl.storage.s3 import S3, STOPPED, S3Object
 from prime_rl.storage.selection import small_files, step_directories
 from prime_rl.storage.trees import path_below, upload_files
 from prime_rl.utils.contents import STABLE
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import StorageError, one_line
 from prime_rl.utils.files import size_text
 
 LONGEST_PAUSE_S = 300.0

@@ -17,8 +17,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from prime_rl.configs.storage import S3Name
-from prime_rl.storage.s3 import MISSING, S3, StorageError
-from prime_rl.utils.errors import one_line
+from prime_rl.storage.s3 import MISSING, S3
+from prime_rl.utils.errors import StorageError, one_line
 
 WRITER = "writer.json"
 BEAT_S = 20.0
@@ -32,10 +32,6 @@ _CHANGED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 Say = Callable[[str], None]
-
-
-class PlaceInUse(StorageError):
-    """Another launch writes to the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ class PlaceLock:
         """Write down who writes, and go on doing so in a thread.
 
         Raises:
-            PlaceInUse: another launch does.
+            StorageError: another launch does.
             StorageError: S3 cannot be read or written.
         """
         last, etag, silent_s = self._read()
@@ -138,7 +134,7 @@ class PlaceLock:
         self._thread.start()
 
     def refuse_if_held(self) -> None:
-        """Raise PlaceInUse if a launch writes there, or was killed on another machine within the last minute."""
+        """Raise StorageError if a launch writes there, or was killed on another machine within the last minute."""
         last, _, silent_s = self._read()
         if last is not None and not last.is_gone_for(self._me) and silent_s < STALE_S:
             raise self._in_use(last)
@@ -196,9 +192,9 @@ class PlaceLock:
                 raise self._in_use(now)
         return first_etag
 
-    def _in_use(self, writer: Writer | None) -> PlaceInUse:
+    def _in_use(self, writer: Writer | None) -> StorageError:
         where = f", from {one_line(writer.directory)}" if writer is not None and writer.directory else ""
-        return PlaceInUse(
+        return StorageError(
             f"{self.place} is in use by {writer or 'another launch'}{where}: wait or stop it, or choose another place"
         )
 

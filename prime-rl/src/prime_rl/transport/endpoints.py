@@ -20,7 +20,8 @@ from zmq.utils import z85
 
 from prime_rl.transport.errors import TransportError
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE, is_loopback
-from prime_rl.utils.private import NotPrivate, runtime_directory
+from prime_rl.utils.errors import NotPrivate
+from prime_rl.utils.private import runtime_directory
 
 _MIN_KEY_LENGTH = 16
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from prime_rl.utils.errors import RunDirError
+
 STABLE = "STABLE"
 CHUNK_BYTES = 1 << 17
 """Small enough to stay in a core's cache between reading and hashing."""
@@ -26,10 +28,6 @@ class FileRecord(NamedTuple):
     size_bytes: int
     xxh3_128: str
     """In hexadecimal."""
-
-
-class UnreadableMarker(Exception):
-    """The marker of a directory is damaged; the message is one line."""
 
 
 Contents = dict[str, FileRecord]
@@ -80,13 +78,13 @@ def read_contents(directory: Path) -> Contents:
     """The records in a directory's marker. There are none in the markers of older versions, or without a marker.
 
     Raises:
-        UnreadableMarker: the marker is damaged.
+        RunDirError: the marker is damaged.
     """
     try:
         text = (directory / STABLE).read_text() if (directory / STABLE).exists() else ""
         return {name: FileRecord(*record) for name, record in (json.loads(text)["files"] if text else {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableMarker(f"{directory / STABLE} cannot be read: {error}") from error
+        raise RunDirError(f"{directory / STABLE} cannot be read: {error}") from error
 
 
 def find_damage(directory: Path, share: slice = slice(None), hashes: bool = True) -> str | None:
@@ -102,7 +100,7 @@ def find_damage(directory: Path, share: slice = slice(None), hashes: bool = True
         return None
     try:
         recorded = read_contents(directory)
-    except UnreadableMarker as error:
+    except RunDirError as error:
         return str(error)
     faults = (_damage_of(directory / name, recorded[name], hashes) for name in sorted(recorded)[share])
     return next((fault for fault in faults if fault is not None), None)

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from prime_rl.utils.private import NotPrivate, runtime_directory
+from prime_rl.utils.errors import NotPrivate
+from prime_rl.utils.private import runtime_directory
 from prime_rl.utils.scratch import locked_file, remove_abandoned
 
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from prime_rl.utils.errors import DeviceError
+
 MASK_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 """Values with which CUDA, users and Slurm say that there is no GPU."""
-
-
-class DeviceError(Exception):
-    """The GPUs that a launch needs are not available."""
 
 
 def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -7,12 +7,10 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from prime_rl.utils.errors import NotPrivate
+
 RUNTIME_VARIABLE = "PRIME_RL_RUNTIME_DIR"
 _MODE = 0o700
-
-
-class NotPrivate(OSError):
-    """A directory that must be this user's alone is not. The message is one line for the user."""
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:

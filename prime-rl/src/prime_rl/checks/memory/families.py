@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.checks.start_dir import StartFault
+from prime_rl.utils.errors import StartFault
 
 Shape = tuple[int, ...]
 Tensors = dict[str, Shape]

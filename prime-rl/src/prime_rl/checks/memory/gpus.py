@@ -8,6 +8,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from prime_rl.utils.errors import UserError
+
 _GIB = 2**30
 _MIB = 2**20
 _TIMEOUT_S = 1.5
@@ -41,10 +43,6 @@ MEMORY_GIB = {
 """What CUDA reports as the total, which is less than the name says, in GiB."""
 
 
-class GpuError(Exception):
-    """A GPU that is not known. The message is one line."""
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU, by its name and its memory."""
@@ -59,12 +57,12 @@ def parse_gpu(text: str) -> Gpu:
     """A GPU from a name such as `H100` or `rtx 4090`, or from a number of GiB.
 
     Raises:
-        GpuError: the name is not in the table, or the number is not positive.
+        UserError: the name is not in the table, or the number is not positive.
     """
     if number := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?", text.strip(), re.IGNORECASE):
         gib = float(number[1])
         if not 0 < gib < 1e6 or not math.isfinite(gib):
-            raise GpuError(f"--gpu {text}: no GPU has {number[1]} GiB")
+            raise UserError(f"--gpu {text}: no GPU has {number[1]} GiB")
         return Gpu(f"a GPU of {gib:g} GiB", int(gib * _GIB))
     known = {_plain(name): name for name in MEMORY_GIB}
     plain = _plain(text)
@@ -74,7 +72,7 @@ def parse_gpu(text: str) -> Gpu:
             return Gpu(name, int(MEMORY_GIB[name] * _GIB))
     near = difflib.get_close_matches(plain, known, 3, 0.4)
     listed = ", ".join(known[name] for name in near) or ", ".join(MEMORY_GIB)
-    raise GpuError(f"--gpu {text}: not in the table; nearest: {listed}; or give its memory in GiB, as in --gpu 80")
+    raise UserError(f"--gpu {text}: not in the table; nearest: {listed}; or give its memory in GiB, as in --gpu 80")
 
 
 def find_gpu() -> Gpu | None:

@@ -13,7 +13,7 @@ from typing import Any
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.memory.families import Tensors, head_dim, is_tied, tensors_of_config, with_usual_names
 from prime_rl.checks.model_files import read_config
-from prime_rl.checks.start_dir import StartFault
+from prime_rl.utils.errors import StartFault
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(\w+)\.weight$")

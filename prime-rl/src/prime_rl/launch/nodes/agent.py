@@ -31,8 +31,9 @@ from prime_rl.launch.nodes import messages
 from prime_rl.launch.nodes.facts import gathered_facts
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.reaper import GUARD_GRACE_S
-from prime_rl.launch.spec import CannotStart, Exited, ProcessSpec, Signalled
-from prime_rl.utils.gpus import DeviceError, usable_gpus
+from prime_rl.launch.spec import Exited, ProcessSpec, Signalled
+from prime_rl.utils.errors import CannotStart, PrimeError
+from prime_rl.utils.gpus import usable_gpus
 
 HEAD_SILENT_S = 60.0
 """A head that says nothing for so long is gone, although the connection has not ended."""
@@ -239,7 +240,7 @@ def main() -> int:
                 sys.stderr.write("an order still waits for the file system: its guard ends what it starts\n")
                 sys.stderr.flush()
                 os._exit(1)
-    except (DeviceError, OSError, messages.BadMessage) as error:
+    except (PrimeError, OSError) as error:
         say(messages.Refusal(str(error)))
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -20,8 +20,9 @@ from prime_rl.launch.host import TAIL_LINES, LocalHost, note_loss
 from prime_rl.launch.nodes import messages
 from prime_rl.launch.nodes.channels import Channel
 from prime_rl.launch.nodes.facts import NodeFacts
-from prime_rl.launch.spec import CannotStart, Event, Exited, NodeLost, ProcessSpec, Signalled, StoppedEarly
+from prime_rl.launch.spec import Event, Exited, NodeLost, ProcessSpec, Signalled
 from prime_rl.launch.stalls.watchdog import Observed
+from prime_rl.utils.errors import CannotStart, RunError, StoppedEarly
 
 JOIN_LIMIT_S = 300.0
 """Seconds for all agents to start. A node may have to load Python over a slow network first."""
@@ -144,7 +145,7 @@ class ClusterHost:
             node.silent_s = 0.0
             try:
                 self._take(node, messages.report_of(line))
-            except messages.BadMessage as error:
+            except RunError as error:
                 self._lose(node, f"its agent sent a line that is no message: {error}")
                 return
         self._lose(node, "its agent ended")

@@ -16,6 +16,7 @@ import msgspec
 from prime_rl.launch.nodes.facts import NodeFacts
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalls.watchdog import Observed
+from prime_rl.utils.errors import RunError
 
 PROTOCOL = 2
 """Raise it when a message changes: head and agents may run different checkouts."""
@@ -24,10 +25,6 @@ MAX_LINE_BYTES = 64 * 2**20
 
 PING_EVERY_S = 2.0
 """Both sides say something this often."""
-
-
-class BadMessage(Exception):
-    """A line that is no message of this protocol."""
 
 
 class _Order(msgspec.Struct, frozen=True, tag=True):
@@ -151,12 +148,12 @@ def encoded(message: Order | Report) -> bytes:
 
 
 def order_of(line: bytes) -> Order:
-    """Raises BadMessage, which does not quote the line: an order may hold secrets."""
+    """Raises RunError, which does not quote the line: an order may hold secrets."""
     return _decoded(line, _ORDERS, "an order")
 
 
 def report_of(line: bytes) -> Report:
-    """Raises BadMessage."""
+    """Raises RunError."""
     return _decoded(line, _REPORTS, repr(line[:200].decode(errors="replace").strip()))
 
 
@@ -164,7 +161,7 @@ def _decoded(line: bytes, decoder: msgspec.json.Decoder[_MessageT], what: str) -
     try:
         return decoder.decode(line)
     except msgspec.DecodeError as error:
-        raise BadMessage(f"{what} ({error})") from error
+        raise RunError(f"{what} ({error})") from error
 
 
 def _plain(value: Any) -> str:

@@ -21,7 +21,7 @@ from prime_rl.launch.nodes.facts import NodeFacts
 from prime_rl.launch.programs import GLOO_VARIABLE, Programs
 from prime_rl.launch.site import Demand, Device, Ports, Site
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key, new_engine_key
-from prime_rl.utils.gpus import DeviceError
+from prime_rl.utils.errors import DeviceError
 
 _INFERENCE_PORT, _BROADCAST_PORT, _STORE_PORT = range(3)
 """What the ports are for that an agent holds."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from prime_rl.launch.nodes.channels import Channel, PipeChannel, agent_argv
-from prime_rl.launch.spec import CannotStart
+from prime_rl.utils.errors import CannotStart
 
 _LIMIT_S = 30.0
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import Any, Generic, TypeVar
 
-from prime_rl.monitors.base import Metrics, Monitor, MonitorError
+from prime_rl.monitors.base import Metrics, Monitor
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import count_of, get_logger
 
 SinkT = TypeVar("SinkT", bound=Monitor)
@@ -39,13 +40,13 @@ class Guarded(Generic[SinkT]):
         """Start the sink, and wait for it at most `limits.start_s`.
 
         Raises:
-            MonitorError: the user has to change something before the sink can start.
+            RunError: the user has to change something before the sink can start.
         """
         self.name = name
         self._limits = limits
         self._queue: Queue[Callable[[SinkT], object] | None] = Queue()
         self._is_up = threading.Event()
-        self._refusal: MonitorError | None = None
+        self._refusal: RunError | None = None
         self._has_warned = False
         self._lost = 0
         self._exit_code = 0
@@ -93,7 +94,7 @@ class Guarded(Generic[SinkT]):
     def _serve(self, start: Callable[[], SinkT]) -> None:
         try:
             sink = start()
-        except MonitorError as error:
+        except RunError as error:
             self._refusal = error
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a package may raise anything, and the run continues

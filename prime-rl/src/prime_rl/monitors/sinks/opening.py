@@ -40,7 +40,7 @@ def open_sinks(
     """Start W&B, if configured, and the sinks of `[monitor]`.
 
     Raises:
-        MonitorError: the user has to change something before a sink can start.
+        RunError: the user has to change something before a sink can start.
     """
     tables = None if wandb is None else GuardedTables("W&B", partial(_wandb, wandb, run, wandb_directory), limits)
     return Sinks(tables, [Guarded(name, start, limits) for name, start in _starts(monitor, run)], limits)

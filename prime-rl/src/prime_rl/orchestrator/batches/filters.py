@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.checks.model_files import vocab_size as vocab_size_of
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.orchestrator import FilterConfig, GibberishFilterConfig
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Rollout
+from prime_rl.utils.errors import StartFault
 
 
 class Filter(Protocol):

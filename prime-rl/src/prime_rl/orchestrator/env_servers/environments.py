@@ -21,8 +21,8 @@ from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.interpreters.in_use import use
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, use_shared
-from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use_shared
+from prime_rl.interpreters.venvs import python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
@@ -50,6 +50,7 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
+from prime_rl.utils.errors import RunError, UserError
 from prime_rl.utils.logger import get_logger
 
 SERVER_STARTUP_TIMEOUT_S = 600.0
@@ -311,7 +312,7 @@ def _own_interpreter(config: EnvConfig, place: str) -> Path | None:
         return config.python or _installed_python(config, place)
     try:
         return python_of(venv_of_project(config.project))
-    except VenvError as error:
+    except RunError as error:
         raise EnvironmentFault(f"{place}.project = {str(config.project)!r}: {error}") from error
 
 
@@ -326,7 +327,7 @@ def _installed_python(config: EnvConfig, place: str) -> Path | None:
 def _installed(config: EnvConfig, place: str) -> InstalledEnvironment | None:
     try:
         found = Registry().find(config.id)
-    except RegistryFault as fault:
+    except UserError as fault:
         raise EnvironmentFault(f"{place}: {fault}") from fault
     if found is not None:
         use(Path(found.directory))  # another `env install` leaves the files that this run uses

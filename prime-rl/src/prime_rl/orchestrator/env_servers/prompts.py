@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.checks.template_traces import Arguments
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig
 from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
+from prime_rl.utils.errors import StartFault
 
 CountTokens = Callable[[str], int]
 Render = Callable[[Arguments], str]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import CannotResume, SavedSteps
+from prime_rl.run.resume_point import SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.storage.holding import Hold
 from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
@@ -37,6 +37,7 @@ from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.contents import find_damage, record_contents
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import begin_directory, complete_directory, scratch_of
 from prime_rl.utils.logger import get_logger
 
@@ -89,7 +90,7 @@ class CheckpointManager:
         """
         try:
             return SavedSteps.of(self.paths).choose(self.config.resume_step).step
-        except CannotResume as error:
+        except RunDirError as error:
             raise CheckpointError(str(error)) from error
 
     def is_due(self, step: int) -> bool:

@@ -20,7 +20,7 @@ def restored_state(state: TrainState, paths: RunPaths, step: int, process: Proce
     """Facts for the receipt. Norms and random states are those of this process, which may hold a part of each tensor.
 
     Raises:
-        UnreadableMarker: the marker of the checkpoint is damaged.
+        RunDirError: the marker of the checkpoint is damaged.
     """
     progress = state.progress
     return {

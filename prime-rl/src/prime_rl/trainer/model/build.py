@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.model_files import quantization_fault
-from prime_rl.checks.start_dir import StartFault, looks_like_path
+from prime_rl.checks.start_dir import looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
@@ -44,6 +44,7 @@ from prime_rl.trainer.optim.kept_gradients import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.parallel_dims import Mesh
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths
 

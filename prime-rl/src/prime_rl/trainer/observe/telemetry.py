@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MonitorError, MultiMonitor
+from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MultiMonitor
 from prime_rl.monitors.bench import BenchTable, Measured, summary
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.monitors.relay import Relay, WithEvaluations
@@ -22,6 +22,7 @@ from prime_rl.trainer.observe.perf import total_memory_gib
 from prime_rl.trainer.observe.profiling import Profile
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.files import replacing_file
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def open_telemetry(config: SFTConfig | TrainerConfig, paths: RunPaths, process: 
     profile = Profile(config.trace_path, config.memory_profiler_path, process)
     try:
         monitor = MultiMonitor(list(_monitors(config, paths, process)))
-    except MonitorError as error:
+    except RunError as error:
         raise TrainerError(str(error)) from error
     try:
         yield Telemetry(monitor, profile)

@@ -9,10 +9,11 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.completion import report_completion
-from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.directory import check_output_dir
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -30,7 +31,7 @@ def main() -> None:
     paths = RunPaths(config.output_dir)
     try:
         check_output_dir(paths, resuming=config.ckpt is not None and config.ckpt.resume_step is not None)
-    except OutputDirInUse as error:
+    except RunDirError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
     rank = int(os.environ.get("RANK", 0))

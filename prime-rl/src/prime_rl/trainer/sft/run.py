@@ -14,7 +14,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import own_beats
-from prime_rl.run.directory import OutputDirInUse, check_output_dir
+from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
@@ -40,6 +40,7 @@ from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt, restore_position
 from prime_rl.trainer.sft.validation import Validation
+from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.watch.progress_bar import progress_bar
 
@@ -98,7 +99,7 @@ def prepare_output_dir(config: SFTConfig, paths: RunPaths, process: Process) -> 
         dist.barrier()
     try:
         check_output_dir(paths, resuming)
-    except OutputDirInUse as error:
+    except RunDirError as error:
         raise CheckpointError(str(error)) from error
 
 

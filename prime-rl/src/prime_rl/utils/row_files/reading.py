@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import RowFileError
 from prime_rl.utils.row_files.kinds import COMPRESSIONS, kind_of
 
 if TYPE_CHECKING:
@@ -35,14 +35,6 @@ _LINES = (".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LONGEST_FIELD = 2**31 - 1
 _BLOCK_BYTES = 2**20
-
-
-class RowFileError(Exception):
-    """A file of rows is missing, unreadable or malformed. The message is one line that names file and line."""
-
-    def __init__(self, message: str) -> None:
-        # It may show what the data holds.
-        super().__init__(one_line(message))
 
 
 class RowList:

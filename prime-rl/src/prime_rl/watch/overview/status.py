@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from prime_rl.history.run import NotARun, RunHistory
+from prime_rl.history.run import RunHistory
 from prime_rl.launch.logs import polled
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import UserError
 from prime_rl.utils.files import replacing_file
 from prime_rl.watch.overview.facts import Doing, Figure, Overview, Reader
 from prime_rl.watch.overview.words import printable, shown_clock, steps_words
@@ -174,7 +175,7 @@ class StatusFile:
     def look(self) -> None:
         """Write the page if it has changed, or if it was not written for `REFRESH_EVERY_S`."""
         # A full disk must not end the run, and a directory that is not complete yet has no state.
-        with contextlib.suppress(OSError, NotARun):
+        with contextlib.suppress(OSError, UserError):
             if self._reader is None:
                 self._reader = Reader(RunHistory.open(self.paths.root), look_at_gpus=False)
             overview = self._reader.read(self.now_s())

@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, UnsupportedModel, first_line
+from prime_rl.utils.errors import StartFault
 
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES = 4

@@ -13,11 +13,11 @@ import numpy as np
 
 from prime_rl.checks.data_files import Part
 from prime_rl.checks.data_files import find_parts as files_of_parts
-from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.formats import check_columns, renamed
-from prime_rl.utils.row_files.reading import Row, RowFileError, RowList, StreamedRow, read_file, stream_file
+from prime_rl.utils.errors import RowFileError, StartFault
+from prime_rl.utils.row_files.reading import Row, RowList, StreamedRow, read_file, stream_file
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
