@@ -1,4 +1,4 @@
-"""docs/migrate.md: the keys for users of TRL and axolotl exist, and are those that the error for a key of another trainer names."""
+"""docs/migrate.md: keys for users of TRL and axolotl exist, and the error for a foreign key names the same one."""
 
 from __future__ import annotations
 
