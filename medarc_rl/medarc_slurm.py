@@ -63,7 +63,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import SlurmConfig
 from prime_rl.launch.job import Resources
-from prime_rl.run.access import files_readable_by
+from prime_rl.run.directory import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 

@@ -47,7 +47,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.plan import component_configs
-from prime_rl.launch.restarts.restarting import until_done
+from prime_rl.launch.restarting import until_done
 from prime_rl.launch.run import launch
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.pydantic_config import BaseSettings, dump_toml

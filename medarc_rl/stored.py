@@ -16,10 +16,9 @@ from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3
-from prime_rl.storage.cache import Listing, cache_root, local_copy
 from prime_rl.storage.copies import upload_run
 from prime_rl.storage.restoring import RemoteRun
-from prime_rl.storage.staging import staged
+from prime_rl.storage.staging import Listing, cache_root, local_copy, staged
 from prime_rl.utils.errors import StagingRefused, StorageError, UserError
 from prime_rl.utils.private import private_directory
 from prime_rl.utils.pydantic_config import BaseSettings

@@ -22,12 +22,11 @@ from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.launch.restarts.restarting import launcher_fault
-from prime_rl.run.access import files_readable_by
-from prime_rl.run.directory import check_run_dir, prepare_run_dir, write_configs
+from prime_rl.launch.restarting import launcher_fault
+from prime_rl.run.checkpoints import end_of
+from prime_rl.run.directory import check_run_dir, files_readable_by, prepare_run_dir, write_configs
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import end_of
 from prime_rl.storage.staging import has_s3_names, inputs_of
 from prime_rl.utils.errors import RunDirError, StagingRefused
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning, showing_warnings

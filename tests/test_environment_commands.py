@@ -90,7 +90,7 @@ def load_environment(functions=("contains",), repeated=False, refuses=None):
 USER = """
 import sys
 from pathlib import Path
-from prime_rl.interpreters.in_use import use
+from prime_rl.interpreters.registry import use
 
 use(Path(sys.argv[1]))
 print("used", flush=True)

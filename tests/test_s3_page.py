@@ -16,7 +16,7 @@ from medarc_rl.medarc_train import app
 from medarc_rl.stored import local_weights
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, S3Name, upload_tree
-from prime_rl.storage.cache import CACHE_VARIABLE
+from prime_rl.storage.staging import CACHE_VARIABLE
 from prime_rl.utils.files import replacing_directory
 
 __all__ = ["moto_server", "proxy", "s3", "shared_proxy"]

@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 import httpx
 
-from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
+from prime_rl.launch.caches import cpu_allocator_env, installed_tcmalloc
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]

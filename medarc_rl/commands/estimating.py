@@ -133,7 +133,7 @@ def _answer(run: Variant, changes: Sequence[Change], estimate: Callable[[Variant
 
 
 def _print(title: str, answer: Answer, options: EstimateOptions) -> int:
-    from prime_rl.checks.memory.table import as_json, table_lines
+    from prime_rl.checks.memory.changes import as_json, table_lines
 
     if options.json:
         say(json.dumps(as_json(answer.estimate, answer.change), indent=2))

@@ -40,25 +40,25 @@ def watch(options: WatchOptions) -> int:
     # Imported here so that the other commands do not load it.
     from prime_rl.history.run import RunHistory
     from prime_rl.utils.errors import UserError
-    from prime_rl.watch.overview import following
+    from prime_rl.watch.overview import screen
     from prime_rl.watch.overview.facts import Reader
 
     try:
         reader = Reader(RunHistory.open(local_run(options.run)))
     except UserError as error:
         raise UsageError(str(error)) from error
-    stream = following.prepared(sys.stdout)
+    stream = screen.prepared(sys.stdout)
     try:
         if options.once:
             overview = reader.read()
             if options.json:
-                following.print_json(overview, stream, indent=1)
+                screen.print_json(overview, stream, indent=1)
             else:
-                following.print_once(overview, stream)
-            return following.exit_code_of(overview)
+                screen.print_once(overview, stream)
+            return screen.exit_code_of(overview)
         if options.json:
-            return following.follow_json(reader, stream, options.interval)
-        follow = following.follow_live if following.is_live(stream) else following.follow_lines
+            return screen.follow_json(reader, stream, options.interval)
+        follow = screen.follow_live if screen.is_live(stream) else screen.follow_lines
         return follow(reader, stream, options.interval)
     except KeyboardInterrupt:
         sys.stderr.write("stopped watching; the run was not touched\n")

@@ -22,8 +22,14 @@ from typer import Argument, Option
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, lacks_name_in
-from prime_rl.interpreters.in_use import remove_unless_used, unused_for
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, canonical_id, module_of
+from prime_rl.interpreters.registry import (
+    InstalledEnvironment,
+    Registry,
+    canonical_id,
+    module_of,
+    remove_unless_used,
+    unused_for,
+)
 from prime_rl.interpreters.venvs import Uv, python_of
 from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import RunError, UserError, one_line

@@ -18,8 +18,7 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.checks.built_in import is_built_in
-from prime_rl.checks.packages import find_module
+from prime_rl.checks.packages import find_module, is_built_in
 from prime_rl.interpreters.registry import Registry, module_of
 from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import UserError, one_line

@@ -111,7 +111,7 @@ def now() -> str:
 
 def circumstances(program: str) -> dict[str, Any]:
     """Fields of a record that describe this process: a new key, command line, user, host, directory, time, commit."""
-    from prime_rl.history.machine import git_state
+    from prime_rl.history.attempts import git_state
 
     directory = Path.cwd()
     return {

@@ -9,7 +9,7 @@ from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
-from prime_rl.launch.nodes.srun import slurm_cluster
+from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import sft_screen

@@ -22,8 +22,7 @@ from prime_rl.launch.logs import Follower, polled
 from prime_rl.launch.plan import inference_url, plan_server
 from prime_rl.launch.site import Demand, Site, claimed_site
 from prime_rl.launch.spec import Outcome
-from prime_rl.run.access import files_readable_by
-from prime_rl.run.directory import write_configs
+from prime_rl.run.directory import files_readable_by, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE

@@ -16,7 +16,7 @@ from medarc_rl.external import NoAnswer
 from medarc_rl.readiness.cluster import chosen_partitions, nodes_with_gpus
 from medarc_rl.readiness.rows import Row, failed, ok, unknown
 from prime_rl.checks.memory import Gpu, parse_gpu
-from prime_rl.checks.memory.table import verdict_line
+from prime_rl.checks.memory.changes import verdict_line
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.errors import UserError

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.history.kept_rollout import Conversation, KeptRollout
-from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.history.rollouts import Conversation, KeptRollout, KeptRollouts
 from prime_rl.history.run import RunHistory
 
 MAX_ROLLOUTS = 10_000

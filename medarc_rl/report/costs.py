@@ -9,9 +9,9 @@ from medarc_rl.report.charts import Chart, Line, Section, Table, chart_of, short
 from medarc_rl.report.curves import MEMORY, SPEED_CURVES, curve_chart
 from medarc_rl.report.groups import Group
 from medarc_rl.report.overview import duration, gpu_hours
+from prime_rl.history.metrics import finite
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import SFT, Phases, Spending, phases_of, split_hint
-from prime_rl.history.trends import finite
 
 _JUDGE_CALLS = re.compile("judge/([^/]+)/calls")
 _JUDGE_COLUMNS = ("calls", "from the cache", "failed", "retries", "prompt tokens", "answer tokens", "cost", "time")

@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 
 from medarc_rl.errors import UsageError
 from medarc_rl.report.charts import Band, Line, Series
+from prime_rl.history.metrics import finite, last_window
 from prime_rl.history.run import RunHistory
-from prime_rl.history.trends import finite, last_window
 from prime_rl.utils.errors import UserError
 
 Reader = Callable[[RunHistory], Series]

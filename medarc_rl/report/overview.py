@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from medarc_rl.report.charts import short
 from medarc_rl.report.curves import LOSS, REWARD, VALIDATION, evaluation_names, evaluation_series
+from prime_rl.history.metrics import trend
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import Spending
-from prime_rl.history.trends import trend
 
 
 @dataclass(frozen=True, slots=True)

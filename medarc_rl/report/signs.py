@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from medarc_rl.report.charts import Line, Section, Series, chart_of, short
 from medarc_rl.report.curves import LENGTH, REWARD, held_out, reward_parts
+from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, trend
 from prime_rl.history.run import RunHistory
-from prime_rl.history.trends import MIN_VALUES, Z_LIMIT, Trend, trend
 
 LENGTH_LIMIT = 1.5
 """Factor by which completions grew or shrank that is worth a warning."""

@@ -20,9 +20,9 @@ from medarc_rl.report.curves import (
 )
 from medarc_rl.report.groups import Group
 from medarc_rl.report.overview import duration
+from prime_rl.history.metrics import finite
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import Spending
-from prime_rl.history.trends import finite
 
 _ROW_COUNTS = {
     "data/seen": "rows read",

@@ -25,8 +25,7 @@ from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
-    from prime_rl.history.kept_rollout import KeptRollout
-    from prime_rl.history.rollouts import KeptRollouts, RolloutFilter
+    from prime_rl.history.rollouts import KeptRollout, KeptRollouts, RolloutFilter
 
 SHOWN = 5
 """Rollouts to show, if nothing says how many."""
@@ -263,7 +262,7 @@ def _chosen(rollouts: Iterable[KeptRollout], options: RolloutsOptions) -> list[K
 
 
 def _print_json(rollouts: Iterable[KeptRollout]) -> None:
-    from prime_rl.history.kept_rollout import as_json
+    from prime_rl.history.rollouts import as_json
 
     for each in rollouts:
         say(json.dumps(as_json(each)))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from prime_rl.history.kept_rollout import Json, KeptRollout
+from prime_rl.history.rollouts import Json, KeptRollout
 
 MAX_CHARS = 1200
 """Characters of a message that are shown without `--full`."""

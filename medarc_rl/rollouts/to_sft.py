@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_rl.history.kept_rollout import KeptRollout
+from prime_rl.history.rollouts import KeptRollout
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import count_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from medarc_rl.backends.ray.ray_options import Strategy
 from medarc_rl.errors import MedarcError
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import PipeChannel, agent_argv
 from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.waiting import Wait

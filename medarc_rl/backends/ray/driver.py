@@ -28,8 +28,8 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.nodes.cluster import ClusterHost
-from prime_rl.launch.restarts.restarting import until_done
-from prime_rl.run.access import files_readable_by
+from prime_rl.launch.restarting import until_done
+from prime_rl.run.directory import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import CannotStart, StoppedEarly
 from prime_rl.utils.files import replacing_file

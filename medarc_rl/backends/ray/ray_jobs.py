@@ -38,7 +38,7 @@ from medarc_rl.utils import (
     write_components,
 )
 from prime_rl.launch.reaper import Leader
-from prime_rl.run.access import files_readable_by
+from prime_rl.run.directory import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import to_toml
 

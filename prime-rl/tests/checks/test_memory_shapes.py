@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.checks.memory import ModelShape
-from prime_rl.checks.memory.families import FAMILIES
+from prime_rl.checks.memory.shapes import FAMILIES
 from prime_rl.utils.errors import StartFault
 
 

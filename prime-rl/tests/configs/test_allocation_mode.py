@@ -15,7 +15,7 @@ from prime_rl.configs.areal.mode import parse
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost
-from prime_rl.launch.restarts.restarting import FAILED, NEXT_START, launcher_fault, until_done
+from prime_rl.launch.restarting import FAILED, NEXT_START, launcher_fault, until_done
 from prime_rl.utils.pydantic_config import ConfigError, load_config, to_toml
 from prime_rl.utils.pydantic_config.base import recorded_derivations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.checks.built_in import built_in_faults
+from prime_rl.checks.packages import built_in_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from prime_rl.checks.built_in import built_in_faults
+from prime_rl.checks.packages import built_in_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.environments.adapters.options import PACKAGES, READERS

@@ -9,9 +9,9 @@ import pytest
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.run.checkpoints import compared_configs
 from prime_rl.run.evaluations import EvaluatedSteps, prepare_evaluations, settings_of
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resuming import compared_configs
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 ENV = ["--eval.env", '[{"id": "a", "num_examples": 3}, {"id": "b"}]']

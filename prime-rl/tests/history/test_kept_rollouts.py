@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.history.kept_rollout import as_json, token_texts
-from prime_rl.history.rollouts import KeptRollouts, RolloutFilter
+from prime_rl.history.rollouts import KeptRollouts, RolloutFilter, as_json, token_texts
 from prime_rl.run.paths import EvalPaths, RunPaths
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.history.machine import git_state, machine_facts
+from prime_rl.history.attempts import git_state, machine_facts
 from prime_rl.history.run import RunHistory
 from prime_rl.run.attempts import Receipt
 from prime_rl.run.beats import Beats

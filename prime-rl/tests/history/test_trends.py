@@ -9,7 +9,7 @@ from statistics import fmean, pvariance
 
 import pytest
 
-from prime_rl.history.trends import MIN_VALUES, Z_LIMIT, end_steps, last_window, mann_kendall, trend
+from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, end_steps, last_window, mann_kendall, trend
 
 
 def score(values: tuple[float, ...]) -> int:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launch.allocators import (
-    cpu_allocator_env,
-    cuda_allocator_env,
-    installed_tcmalloc,
-    library_directories,
-)
+from prime_rl.launch.caches import cpu_allocator_env, cuda_allocator_env, installed_tcmalloc, library_directories
 
 BLOCK_OF_2_GIB = """
 import ctypes
@@ -43,7 +38,7 @@ def test_a_library_in_the_python_environment_goes_before_the_systems(tmp_path: P
     venv.create(tmp_path, with_pip=False)
     library = tmp_path / "lib" / "libtcmalloc.so.4"
     library.touch()
-    program = "from prime_rl.launch.allocators import installed_tcmalloc; print(installed_tcmalloc())"
+    program = "from prime_rl.launch.caches import installed_tcmalloc; print(installed_tcmalloc())"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     argv = [str(tmp_path / "bin" / "python"), "-c", program]
     assert subprocess.check_output(argv, env=env, text=True).strip() == str(library)

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import LocalHost
-from prime_rl.launch.allocators import PRELOAD_VARIABLE, installed_tcmalloc
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
-from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.caches import PRELOAD_VARIABLE, installed_tcmalloc
+from prime_rl.launch.nodes.cluster import ClusterHost, PipeChannel, agent_argv
 from prime_rl.launch.nodes.placing import cluster_site
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand
@@ -31,7 +30,7 @@ import sys
 from pathlib import Path
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.commands import SFT
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import PipeChannel, agent_argv
 from prime_rl.launch.run import launch
 from prime_rl.watch.screens import sft_screen
 

@@ -20,8 +20,7 @@ import pytest
 
 from prime_rl.launch import LocalHost, ProcessSpec
 from prime_rl.launch.nodes.agent import orders_from
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
-from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.cluster import ClusterHost, PipeChannel, agent_argv
 from prime_rl.launch.nodes.messages import Ping, Start, Stop, encoded, order_of
 from prime_rl.launch.spec import Exited, NodeLost
 from prime_rl.utils.errors import CannotStart, RunError, StoppedEarly
@@ -32,9 +31,9 @@ HEAD = """
 import json, os, sys
 from pathlib import Path
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor
-from prime_rl.launch.nodes.channels import PipeChannel, agent_argv
+from prime_rl.launch.nodes.cluster import PipeChannel, agent_argv
 from prime_rl.launch.nodes.cluster import ClusterHost
-from prime_rl.launch.stalls.watchdog import StallLimits, Watchdog
+from prime_rl.launch.stalling import StallLimits, Watchdog
 
 root, children, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 grace_s = limits.pop("grace_s", 60)

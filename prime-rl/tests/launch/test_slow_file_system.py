@@ -18,8 +18,7 @@ import pytest
 
 from prime_rl.launch import LocalHost, ProcessSpec, logs
 from prime_rl.launch.nodes.agent import LAST_REPORTS_S, STUCK_S, Agent
-from prime_rl.launch.nodes.channels import CLOSING_S, PipeChannel, agent_argv
-from prime_rl.launch.nodes.cluster import ClusterHost
+from prime_rl.launch.nodes.cluster import CLOSING_S, ClusterHost, PipeChannel, agent_argv
 from prime_rl.launch.nodes.messages import (
     Alive,
     Answer,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launch import LocalHost, ProcessSpec
-from prime_rl.launch.stalls.dumps import MAX_LINES, condensed
+from prime_rl.launch.stalling import MAX_LINES, condensed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
 from prime_rl.launch.spec import NodeLost
-from prime_rl.launch.stalls.watchdog import Observed, StallLimits, Watchdog
+from prime_rl.launch.stalling import Observed, StallLimits, Watchdog
 from prime_rl.run.beats import ANYONE, Beat
 
 SIGUSR1 = signal.SIGUSR1

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from prime_rl.history.traces import merge_traces
+from prime_rl.monitors.trace import trace_env
 from prime_rl.monitors.tracing import Trace
-from prime_rl.monitors.tracing.trace import trace_env
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import UserError
 

@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
-from prime_rl.history.kept_rollout import token_texts
-from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.history.rollouts import KeptRollouts, token_texts
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.reports.records import longest_text
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog

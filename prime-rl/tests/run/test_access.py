@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.shared import FileAccess
-from prime_rl.run.access import files_readable_by
+from prime_rl.run.directory import files_readable_by
 
 MAKE = "import os; os.makedirs('out/logs'); open('out/logs/file', 'w')"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.run.checkpoints import End
 from prime_rl.run.directory import RunFinished, check_run_dir, prepare_run_dir
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import End
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.run.checkpoints import SavedSteps
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import SavedSteps
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE, replacing_directory, scratch_of
 

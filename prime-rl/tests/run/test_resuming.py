@@ -9,8 +9,8 @@ import pytest
 
 from prime_rl.checks import start_faults
 from prime_rl.configs.rl import RLConfig
+from prime_rl.run.checkpoints import changes_since, compared_configs
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resuming import changes_since, compared_configs
 from prime_rl.utils.files import STABLE
 from prime_rl.utils.pydantic_config import dump_toml, load_config
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.run.directory import settle
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.run.unfinished import settle
 from prime_rl.utils.files import remove_directory, replacing_directory, replacing_file
 
 

@@ -18,8 +18,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import load_problems
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.cache import CACHE_VARIABLE, Listing, local_copy
-from prime_rl.storage.staging import inputs_of, staged
+from prime_rl.storage.staging import CACHE_VARIABLE, Listing, inputs_of, local_copy, staged
 from prime_rl.utils.errors import StagingRefused, StorageError
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "inner/tokenizer.json": b"[]"}
@@ -28,7 +27,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.cache import Listing, local_copy
+from prime_rl.storage.staging import Listing, local_copy
 s3 = S3.connect()
 print(local_copy(s3, Listing.of(s3, S3Name.of(sys.argv[1])), Path(sys.argv[2]), lambda line: None))
 """

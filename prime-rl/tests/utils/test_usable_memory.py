@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.utils.machine.memory import usable_memory_bytes
+from prime_rl.utils.limits import usable_memory_bytes
 
 MIB = 2**20
 PHYSICAL_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -88,8 +88,8 @@ def test_what_is_sized_by_memory_asks_for_the_usable_memory() -> None:
         for file in SOURCES.rglob("*.py")
         if re.search(r"SC_PHYS_PAGES|MemTotal|virtual_memory", file.read_text(encoding="utf-8"))
     }
-    reported = {"history/machine.py", "trainer/observe/perf.py"}  # facts about the machine, which size nothing
-    assert found - reported == {"utils/machine/memory.py"}
+    reported = {"history/attempts.py", "trainer/observe/perf.py"}  # facts about the machine, which size nothing
+    assert found - reported == {"utils/limits.py"}
 
 
 def test_this_process_may_use_some_of_the_machines_memory() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from prime_rl.launch import Follower
-from prime_rl.watch.display import PlainDisplay
 from prime_rl.watch.progress import RunProgress, clock, sparkline
-from prime_rl.watch.watcher import Watcher, watching
+from prime_rl.watch.screens import PlainDisplay, Watcher, watching
 
 
 def trainer(step: int, time: float = 0.0, **metrics: float) -> dict[str, Any]:

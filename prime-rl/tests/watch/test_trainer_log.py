@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from prime_rl.watch.progress import Pace
-from prime_rl.watch.progress_bar import figures
+from prime_rl.watch.progress import Pace, figures
 
 RUN = """
 from prime_rl.utils.logger import setup_logger
-from prime_rl.watch.progress_bar import figures, progress_bar
+from prime_rl.watch.progress import figures, progress_bar
 
 logger = setup_logger("info")
 with progress_bar("sft", 4) as bar:

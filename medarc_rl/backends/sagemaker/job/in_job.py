@@ -24,7 +24,7 @@ from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths, unpa
 from medarc_rl.backends.sagemaker.job.several_hosts import RAY_PORT, Hosts, end
 from medarc_rl.backends.sagemaker.request.secret_references import resolved
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.storage.cache import CACHE_VARIABLE
+from prime_rl.storage.staging import CACHE_VARIABLE
 from prime_rl.utils.private import private_directory
 
 MODULES = {

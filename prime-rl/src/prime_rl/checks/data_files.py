@@ -13,7 +13,7 @@ from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, Sour
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
-from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
+from prime_rl.utils.rows import KNOWN_KINDS, files_of_split, is_saved, kind_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.checks.start_dir import gpus_here
 from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
-from prime_rl.run.retention import DEFAULT_KEPT
+from prime_rl.run.checkpoints import DEFAULT_KEPT
 from prime_rl.utils.files import size_text
 from prime_rl.utils.private import home_directory
 

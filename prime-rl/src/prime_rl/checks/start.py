@@ -1,4 +1,7 @@
-"""Everything that can stop a run at its start and needs neither a model nor a GPU: one line for each fault."""
+"""Finds everything that can stop a run at its start and needs neither a model nor a GPU: one line for each fault.
+
+It looks at the keys that are not built yet, at models, data, templates, packages and programs, and at the directory.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ from prime_rl.checks.model_files import (
     trained_model_fault,
     vocab_size,
 )
-from prime_rl.checks.run_dir import changed_key_faults, counterpart_faults, latest_step_faults, output_fault
 from prime_rl.checks.start_dir import StartDir, gpus_here
+from prime_rl.configs.ranges import LATEST
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.configs.trainer import NO_MEMORY_PROFILE
+from prime_rl.configs.trainer import NO_MEMORY_PROFILE, CheckpointConfig, beyond_end
+from prime_rl.run.checkpoints import SavedSteps, changes_since, compared_configs
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resuming import compared_configs
-from prime_rl.utils.errors import StartFault
+from prime_rl.utils.errors import RunDirError, StartFault
+from prime_rl.utils.files import unexpanded_advice
+from prime_rl.utils.pydantic_config import BaseSettings
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -35,6 +40,56 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
     from prime_rl.configs.shared import ClientConfig, Device
     from prime_rl.configs.trainer import TrainerConfig
+
+# The run's directory: whether it can be written, and has a complete step to continue from.
+
+
+def output_fault(output_dir: Path, start: StartDir) -> str | None:
+    """Why nothing can be written to `output_dir`; None if it can, or if that does not show from here."""
+    if advice := unexpanded_advice(str(output_dir)):
+        return f"output_dir = {output_dir}{advice}"
+    root = start.find(output_dir).absolute()
+    # A symbolic link that leads nowhere, or to itself, exists without a target.
+    existing = next((path for path in (root, *root.parents) if path.exists() or path.is_symlink()), root)
+    if not existing.is_dir():
+        return f"output_dir = {output_dir}: {existing} is not a directory"
+    is_known = start.is_here or existing in (root, root.parent)
+    if is_known and not os.access(existing, os.W_OK | os.X_OK):
+        return f"output_dir = {output_dir}: {existing} is not writable"
+    return None
+
+
+def latest_step_faults(ckpt: CheckpointConfig | None, max_steps: int | None, paths: RunPaths) -> Iterator[str]:
+    """Why the latest checkpoint is beyond the end of the run. A step that the config names is checked with it."""
+    if ckpt is not None and ckpt.resume_step == LATEST and not ckpt.skip_progress:
+        yield from beyond_end(_step_of(ckpt, paths), max_steps)
+
+
+def counterpart_faults(ckpt: CheckpointConfig | None, paths: RunPaths) -> Iterator[str]:
+    """Why the orchestrator cannot continue from the trainer's checkpoint. Only a step that the trainer has counts."""
+    saved = SavedSteps.of(paths)
+    step = _step_of(ckpt, paths)
+    if step is not None and step in saved.complete and (fault := saved.missing_counterpart(step)):
+        yield fault
+
+
+def changed_key_faults(
+    ckpt: CheckpointConfig | None, paths: RunPaths, configs: Mapping[str, BaseSettings]
+) -> Iterator[str]:
+    """Keys of `configs`, by component, with a value that the checkpoint to resume from rules out."""
+    step = _step_of(ckpt, paths)
+    if step is not None:
+        yield from changes_since(paths, step, configs).faults()
+
+
+def _step_of(ckpt: CheckpointConfig | None, paths: RunPaths) -> int | None:
+    """The step to resume from. None without one; why there is none is told when the directory is checked."""
+    if ckpt is None or ckpt.resume_step is None or ckpt.resume_step >= 0:
+        return None if ckpt is None else ckpt.resume_step
+    try:
+        return SavedSteps.of(paths).choose(ckpt.resume_step).step
+    except RunDirError:
+        return None
 
 
 _SHOWN_CHARS = 200

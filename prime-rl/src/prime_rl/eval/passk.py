@@ -16,8 +16,7 @@ from typing import Literal
 from prime_rl.environments.rows.orders import write_order
 from prime_rl.environments.rows.pass_rates import PassRate, write_pass_rates
 from prime_rl.environments.rows.sources import RowsFault
-from prime_rl.history.kept_rollout import KeptRollout
-from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.history.rollouts import KeptRollout, KeptRollouts
 from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import count_of

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.tool_parsers import model_template
+from prime_rl.checks.chat_templates import model_template, read_template
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig

@@ -1,24 +1,318 @@
 """Reads the kept rollouts of a run: `RUN/samples`, and the results of `eval`. Needs no torch.
 
-for rollout in KeptRollouts(RunPaths(out)).of_step(20):
-    print(rollout.reward, rollout.completion)
+    for rollout in KeptRollouts(RunPaths(out)).of_step(20):
+        print(rollout.reward, rollout.completion)
+
+A value of the wrong type reads as if it were absent: another version may have written the file.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from prime_rl.history.kept_rollout import Json, KeptRollout
 from prime_rl.run.paths import EvalPaths, RunPaths, SamplesFile
 from prime_rl.utils.logger import count_of
+
+# One kept rollout.
+
+
+Json = Mapping[str, Any]
+RANDOM, ALL = "random", "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a rollout. Log-probabilities are at the temperature of sampling."""
+
+    id: int
+    text: str | None
+    """None if the run had no tokenizer to decode it. If tokens share a character, the first has it, the others ''."""
+    engine_logprob: float | None = None
+    """Under the policy that sampled it. None for tokens that the model did not sample."""
+    trainer_logprob: float | None = None
+    """Under the trainer's policy when it trained on the token. None if it did not, or has not yet."""
+    entropy: float | None = None
+    """Of the trainer's distribution, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The tokens of one line of conversation, as they are trained on. Most rollouts have one line."""
+
+    prompt: list[Token]
+    completion: list[Token]
+    """Tokens that were sampled, and those that the environment wrote between turns."""
+
+
+@dataclass(frozen=True)
+class KeptRollout:
+    """One kept rollout of a step or an evaluation."""
+
+    step: int | None
+    """None if it belongs to an evaluation."""
+    eval_version: int | None
+    """Policy version of the evaluation; None if it belongs to a training step."""
+    fields: Json = field(repr=False)
+    """The record as it is in the file."""
+    trainer: Mapping[int, Json] = field(default_factory=dict, repr=False)
+    """The trainer's records, by line of conversation."""
+
+    @property
+    def env(self) -> str:
+        return self._text("env") or "?"
+
+    @property
+    def row(self) -> int | None:
+        """Row of the environment's dataset. `eval` calls it `example`."""
+        return self._whole("row") if "row" in self.fields else self._whole("example")
+
+    @property
+    def group(self) -> int | None:
+        return self._whole("group")
+
+    @property
+    def rollout(self) -> int | None:
+        """Its number in its group, or among those of its row in an evaluation."""
+        return self._whole("rollout")
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Why it is kept: `random`, `worst`, `best` or `all`."""
+        reasons = self.fields.get("kept")
+        return tuple(each for each in reasons if isinstance(each, str)) if isinstance(reasons, list) else (ALL,)
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether statistics over the rollouts of its step may count it."""
+        return RANDOM in self.kept or ALL in self.kept
+
+    @property
+    def in_batch(self) -> int | None:
+        """Number of rollouts in the batch that it was kept from."""
+        return self._whole("in_batch")
+
+    @property
+    def reward(self) -> float | None:
+        return _float(self.fields.get("reward"))
+
+    @property
+    def advantage(self) -> float | None:
+        return _float(self.fields.get("advantage"))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values of the reward functions and other metrics of the environment."""
+        values = self.fields.get("metrics")
+        found = {name: _float(value) for name, value in values.items()} if isinstance(values, dict) else {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward function of the environment."""
+        values = self.fields.get("weights")
+        found = {name: _float(value) for name, value in values.items()} if isinstance(values, dict) else {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def policy_version(self) -> int | None:
+        """Oldest version that sampled any of its tokens."""
+        return self._whole("policy_version")
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Number of tokens that each policy version sampled."""
+        values = self.fields.get("versions")
+        pairs = values.items() if isinstance(values, dict) else ()
+        return {int(version): n for version, n in pairs if version.isdecimal() and type(n) is int}
+
+    @property
+    def lag(self) -> int | None:
+        """Steps from the oldest version that sampled it to the step that trains on it."""
+        return self._whole("lag")
+
+    @property
+    def stop_condition(self) -> str | None:
+        return self._text("stop_condition")
+
+    @property
+    def is_truncated(self) -> bool:
+        return bool(self.fields.get("is_truncated"))
+
+    @property
+    def masked_by(self) -> str | None:
+        """The filter that excluded it from training."""
+        return self._text("masked_by")
+
+    @property
+    def error(self) -> str | None:
+        """The error that ended it, or else the tracebacks of reward functions that failed."""
+        failed = self.fields.get("reward_errors")
+        traces = failed.items() if isinstance(failed, dict) else ()
+        return self._text("error") or "; ".join(f"reward function {name}: {trace}" for name, trace in traces) or None
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return self._whole("completion_tokens")
+
+    @property
+    def prompt(self) -> list[Json]:
+        """Messages."""
+        return _messages(self.fields.get("prompt"))
+
+    @property
+    def completion(self) -> list[Json]:
+        """Messages: answers, tool calls and tool results."""
+        return _messages(self.fields.get("completion"))
+
+    @property
+    def cut_chars(self) -> int:
+        """Characters of messages that were not kept."""
+        return self._whole("cut_chars") or 0
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens whose ids and log-probabilities were not kept."""
+        return self._whole("cut_tokens") or 0
+
+    def contains(self, text: str) -> bool:
+        """Whether a message, an error or the stop condition contains `text`. Ignores case."""
+        wanted = text.casefold()
+        texts = (*_strings(self.prompt), *_strings(self.completion), self.error or "", self.stop_condition or "")
+        return any(wanted in each.casefold() for each in texts)
+
+    @cached_property
+    def conversations(self) -> list[Conversation]:
+        """The tokens of each line of conversation. Empty if the file has none."""
+        lines = self.fields.get("sequences")
+        lines = lines if isinstance(lines, list) else []
+        return [self._conversation(index, line) for index, line in enumerate(lines) if isinstance(line, dict)]
+
+    def _conversation(self, index: int, line: Json) -> Conversation:
+        prompt, completion = _token_ids(line.get("prompt_ids")), _token_ids(line.get("completion_ids"))
+        ids = [*prompt, *completion]
+        texts = token_texts(ids, self.fields.get("token_texts"))
+        # The engine's values belong to the completion, the trainer's to the whole sequence.
+        logprobs = _list(line.get("engine_logprobs"))
+        sampled = (place for place in _positions(line.get("sampled"), len(logprobs)))
+        engine = {len(prompt) + place: _float(logprobs[place]) for place in sampled}
+        scores = self.trainer.get(index, {})
+        start = line.get("prompt_start")
+        start = start if type(start) is int and start > 0 else 0  # of a long prompt, only the last tokens are kept
+        scored = [place - start for place in _positions(scores.get("scored"), start + len(ids))]
+        trainer = dict(zip(scored, map(_float, _list(scores.get("logprobs"))), strict=False))
+        entropy = dict(zip(scored, map(_float, _list(scores.get("entropy"))), strict=False))
+        tokens = [
+            Token(token, texts[place], engine.get(place), trainer.get(place), entropy.get(place))
+            for place, token in enumerate(ids)
+        ]
+        return Conversation(tokens[: len(prompt)], tokens[len(prompt) :])
+
+    def _whole(self, name: str) -> int | None:
+        value = self.fields.get(name)
+        return value if type(value) is int else None
+
+    def _text(self, name: str) -> str | None:
+        value = self.fields.get(name)
+        return value if isinstance(value, str) and value else None
+
+
+def as_json(rollout: KeptRollout) -> dict[str, Any]:
+    """The record, with the trainer's values joined to it."""
+    trainer = [rollout.trainer[line] for line in sorted(rollout.trainer)]
+    place = {"step": rollout.step, "eval_version": rollout.eval_version}
+    return {**place, **rollout.fields, **({"trainer": trainer} if trainer else {})}
+
+
+def token_texts(ids: Sequence[int], table: object) -> list[str | None]:
+    """The text of each token, from a table by id in which a part of a character is a list of bytes."""
+    if not isinstance(table, dict):
+        return [None] * len(ids)
+    texts: list[str | None] = []
+    index = 0
+    while index < len(ids):
+        entry = table.get(str(ids[index]))
+        if not isinstance(entry, list):
+            texts.append(entry if isinstance(entry, str) else None)
+            index += 1
+            continue
+        run = index
+        content = b""
+        while run < len(ids) and isinstance(part := table.get(str(ids[run])), list):
+            content += bytes(byte for byte in part if type(byte) is int and 0 <= byte < 256)
+            run += 1
+            if _is_text(content):
+                break
+        texts += [content.decode(errors="replace"), *[""] * (run - index - 1)]
+        index = run
+    return texts
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _messages(value: object) -> list[Json]:
+    """A plain text, as completion environments have it, is one message."""
+    if isinstance(value, str):
+        return [{"role": "text", "content": value}] if value else []
+    return [each if isinstance(each, dict) else {"role": "?", "content": str(each)} for each in _list(value)]
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+        # Arguments of tool calls are JSON in a string.
+        if value.startswith("{") and "\\" in value:
+            yield from _strings(_decoded(value))
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
+
+
+def _decoded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _token_ids(value: object) -> list[int]:
+    return [token if type(token) is int else -1 for token in _list(value)]
+
+
+def _positions(runs: object, end: int) -> list[int]:
+    """The positions in a list of [start, end) runs."""
+    pairs: Iterable[Any] = (run for run in _list(runs) if isinstance(run, list) and len(run) == 2)
+    bounds = ((a, b) for a, b in pairs if type(a) is int and type(b) is int)
+    return [place for a, b in bounds for place in range(max(a, 0), min(b, end))]
+
+
+def _float(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) else None
+
 
 MAX_LINE_BYTES = 256 * 2**20
 """A longer line is damage, and would fill the memory."""

@@ -1,17 +1,22 @@
-"""Environments that `medarc_train env install` has put on this machine, and where each is imported from.
+"""Environments that `medarc_train env install` has put on this machine, and which of them a process uses.
 
-They lie in a directory of the user, which `uv sync` does not touch. A file there lists them.
+They lie in a directory of the user, which `uv sync` does not touch. A file there lists them. A process that uses one
+holds a shared lock on its directory until it ends, so that nothing is removed under it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import secrets
+import shutil
 import site
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -126,3 +131,54 @@ def use_shared(environment: InstalledEnvironment) -> None:
     if environment.directory not in sys.path:
         # Appended, so that it hides nothing of the run.
         site.addsitedir(environment.directory)
+
+
+# Directories in use.
+
+
+_DAY_S = 86_400.0
+
+
+def use(directory: Path) -> None:
+    """Keep a directory until this process ends, and note the time. Without such a directory, nothing happens.
+
+    Each call leaves a descriptor open, which holds the lock: call it once when an environment is loaded.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return
+    with suppress(OSError):  # somebody else's directory
+        os.utime(directory)
+
+
+def remove_unless_used(directory: Path) -> bool:
+    """Whether the directory is gone. It stays as long as a process uses it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Nobody finds it under its name while its files go.
+        grave = directory.with_name(f".removed-{secrets.token_hex(4)}")
+        directory.rename(grave)
+        shutil.rmtree(grave, ignore_errors=True)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def unused_for(directory: Path, days: float) -> bool:
+    """Whether a directory was last used, or made, so many days ago."""
+    try:
+        return time.time() - directory.stat().st_mtime > days * _DAY_S
+    except OSError:
+        return False

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from prime_rl.interpreters.in_use import remove_unless_used, unused_for, use
+from prime_rl.interpreters.registry import remove_unless_used, unused_for, use
 from prime_rl.utils.errors import NotPrivate, RunError
 from prime_rl.utils.files import PARTIAL, locked_file
 from prime_rl.utils.logger import get_logger

@@ -14,11 +14,10 @@ from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
 from prime_rl.launch.run import Command
 from prime_rl.launch.site import Sharing
+from prime_rl.run.checkpoints import SavedSteps, changes_since, compared_configs, end_of
 from prime_rl.run.directory import REPLACED, check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import candidates_of, check_settings, prepare_evaluations, save_settings, settings_of
 from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
-from prime_rl.run.resume_point import SavedSteps, end_of
-from prime_rl.run.resuming import changes_since, compared_configs
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig

@@ -19,8 +19,7 @@ from typing import Any, Protocol, Self
 
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import Event, Exited, ProcessSpec, Signalled
-from prime_rl.launch.stalls.dumps import new_stacks
-from prime_rl.launch.stalls.watchdog import Observed
+from prime_rl.launch.stalling import Observed, new_stacks
 from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 from prime_rl.run.lifeline import start_guard

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.launch.spec import ProcessSpec
-from prime_rl.launch.stalls.watchdog import StallLimits
-from prime_rl.monitors.tracing.trace import trace_env
+from prime_rl.launch.stalling import StallLimits
+from prime_rl.monitors.trace import trace_env
 from prime_rl.run.attempts import PARTS, RESTORED_VARIABLE
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.logger import ATTEMPT_VARIABLE

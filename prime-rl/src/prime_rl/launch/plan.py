@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
 from prime_rl.configs.supervised.evaluation import evaluation_of
-from prime_rl.launch.allocators import cuda_allocator_env
-from prime_rl.launch.caches import cache_env
+from prime_rl.launch.caches import cache_env, cuda_allocator_env
 from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.programs import (
@@ -32,7 +31,7 @@ from prime_rl.launch.programs import (
 )
 from prime_rl.launch.site import Demand, Site
 from prime_rl.launch.spec import ProcessSpec
-from prime_rl.launch.stalls.watchdog import StallLimits
+from prime_rl.launch.stalling import StallLimits
 from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from prime_rl.checks import NotInstalled
 from prime_rl.configs.shared import FileAccess
 from prime_rl.configs.storage import StorageConfig
-from prime_rl.history.machine import machine_facts
+from prime_rl.history.attempts import machine_facts
 from prime_rl.launch.host import Host, LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.logs import LaunchLog, polled
@@ -25,14 +25,12 @@ from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import Outcome, Signalled
-from prime_rl.launch.stalls.watchdog import Watchdog
+from prime_rl.launch.stalling import Watchdog
 from prime_rl.launch.supervisor import Supervisor
-from prime_rl.run.access import files_readable_by
 from prime_rl.run.attempts import PARTS, Receipt, next_attempt
-from prime_rl.run.directory import RunFinished, write_configs
+from prime_rl.run.directory import RunFinished, files_readable_by, settle, write_configs
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.run.unfinished import settle
 from prime_rl.storage.copies import CopiedRun, RunCopy, copying
 from prime_rl.storage.staging import has_s3_names, inputs_of, staged
 from prime_rl.utils.errors import (

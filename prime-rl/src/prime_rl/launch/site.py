@@ -1,7 +1,9 @@
-"""Where a launch runs: the GPUs, cores, ports and caches of this machine that it may use."""
+"""Claims what a launch may use of this machine: GPUs, cores, ports, caches."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,21 +11,44 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.launch.allocators import cpu_allocator_env, installed_tcmalloc
-from prime_rl.launch.caches import bytecode_env, compile_caches, made_for, packages_are_compiled
-from prime_rl.launch.devices import (
-    GpuAssignment,
-    assign_gpus,
-    gpu_names,
-    indices_by_uuid,
-    processes_on,
-    usable_cores,
+from prime_rl.launch.caches import (
+    bytecode_env,
+    compile_caches,
+    cpu_allocator_env,
+    installed_tcmalloc,
+    made_for,
+    packages_are_compiled,
 )
-from prime_rl.launch.ports import reserved_ports
+from prime_rl.launch.devices import GpuAssignment, assign_gpus, gpu_names, indices_by_uuid, processes_on, usable_cores
 from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.gpus import choose_device, masked_gpus, usable_gpus
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[tuple[int, ...]]:
+    """Hold free TCP ports until the block ends; a child can still bind them.
+
+    A socket that is bound but does not listen holds each port. The kernel then never hands it out as a free port to
+    any user, and does not use it for outgoing connections, so two launches cannot collide. A server that binds this
+    port with SO_REUSEADDR, as uvicorn and vLLM do, still gets it.
+    """
+    with contextlib.ExitStack() as held:
+        yield tuple(held.enter_context(_bound_socket()).getsockname()[1] for _ in range(count))
+
+
+def _bound_socket() -> socket.socket:
+    # Both families at once: torch's store listens on the IPv6 wildcard, the inference server on 127.0.0.1.
+    if socket.has_dualstack_ipv6():
+        bound = socket.socket(socket.AF_INET6)
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    else:
+        bound = socket.socket(socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("", 0))
+    return bound
+
 
 Device = Literal["cuda", "cpu"]
 

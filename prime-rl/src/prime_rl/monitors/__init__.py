@@ -1,6 +1,5 @@
 """Metric sinks: `metrics.jsonl` (always), W&B, Prometheus, and the benchmark table."""
 
-from prime_rl.monitors.base import Metrics, Monitor, MultiMonitor
-from prime_rl.monitors.jsonl import JsonlMonitor
+from prime_rl.monitors.base import JsonlMonitor, Metrics, Monitor, MultiMonitor
 
 __all__ = ["JsonlMonitor", "Metrics", "Monitor", "MultiMonitor"]

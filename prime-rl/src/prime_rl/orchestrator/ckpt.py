@@ -18,9 +18,8 @@ from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.run.checkpoints import SavedSteps, kept_steps
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
-from prime_rl.run.resume_point import SavedSteps
-from prime_rl.run.retention import kept_steps
 from prime_rl.utils.contents import find_damage
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE, remove_directory, replacing_directory, scratch_of

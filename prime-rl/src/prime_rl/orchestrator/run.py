@@ -20,7 +20,7 @@ from prime_rl.checks.model_files import known_vocab_size
 from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
 from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.monitors import Monitor
-from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
 from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.batches.filters import setup_filters

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.configs.orchestrator import SamplingConfig
-from prime_rl.monitors.heartbeat import Heartbeat
+from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
 from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch, what_is_left_out
 from prime_rl.orchestrator.batches.filters import Filter, apply_filters

@@ -1,20 +1,22 @@
-"""Prepares the output directory of a launch, so that it does not read files of an earlier run."""
+"""Prepares the directory of a launch: refuses one in use, removes what an earlier run left, sets who may read it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.ranges import AUTO
-from prime_rl.run.paths import RunPaths, SamplesFile, step_of
-from prime_rl.run.resume_point import End, SavedSteps
-from prime_rl.utils.contents import STABLE
+from prime_rl.configs.shared import FileAccess
+from prime_rl.run.checkpoints import End, SavedSteps
+from prime_rl.run.paths import EvalPaths, RunPaths, SamplesFile, step_of
+from prime_rl.utils.contents import STABLE, find_damage
 from prime_rl.utils.errors import RunDirError
-from prime_rl.utils.files import PARTIAL
+from prime_rl.utils.files import DELETED, PARTIAL, TEMPORARY
 from prime_rl.utils.private import home_directory
 
 if TYPE_CHECKING:
@@ -196,3 +198,51 @@ def check_output_dir(paths: RunPaths, resuming: bool) -> None:
         f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "
         "continue it with --resume latest, or replace it with --clean-output-dir"
     )
+
+
+# What a run was writing or deleting when it was killed.
+
+
+def settle(paths: RunPaths) -> None:
+    """Leave only whole files and directories in a run's directory. The caller holds the run's lock.
+
+    A directory that was complete, but did not have its name yet, gets it.
+    """
+    run = paths.orchestrator
+    for parent in (paths.checkpoints, paths.weights, run.checkpoints, run.broadcasts):
+        for deleted in parent.glob(f"step_*{DELETED}"):
+            shutil.rmtree(deleted)
+        for scratch in parent.glob(f"step_*{PARTIAL}"):
+            target = scratch.with_suffix("")
+            if not target.exists() and _is_whole(scratch):
+                scratch.rename(target)
+            else:
+                shutil.rmtree(scratch)
+    evaluation = EvalPaths(paths.root).results.parent
+    for parent in (paths.root, paths.configs, paths.checkpoints, evaluation, run.root, run.control, run.samples):
+        for file in parent.glob(f"*{TEMPORARY}"):
+            file.unlink()
+
+
+def _is_whole(directory: Path) -> bool:
+    return (directory / STABLE).is_file() and find_damage(directory, hashes=False) is None
+
+
+# Who can read the files.
+
+
+_UMASKS = {"owner": 0o077, "group": 0o027}
+
+
+@contextlib.contextmanager
+def files_readable_by(readers: FileAccess) -> Iterator[None]:
+    """Create files and directories for these readers during the block, in this process and those it starts.
+
+    Directories that exist already keep their mode.
+    """
+    previous = os.umask(_UMASKS["owner"])
+    os.umask(_UMASKS.get(readers, previous))
+    try:
+        yield
+    finally:
+        os.umask(previous)

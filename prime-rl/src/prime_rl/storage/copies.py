@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from prime_rl.configs.storage import S3Name, StorageConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.storage.holding import read_plan, write_plan
 from prime_rl.storage.restoring import RemoteRun, Say
 from prime_rl.storage.s3 import S3
-from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
+from prime_rl.storage.uploader import Uploader, UploadThread, read_plan, summary_of, write_plan
 from prime_rl.storage.writers import PlaceLock, Writer
 from prime_rl.utils.errors import StorageError, UserError
 

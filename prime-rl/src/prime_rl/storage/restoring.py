@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from prime_rl.configs.storage import S3Name
+from prime_rl.run.checkpoints import SavedSteps
 from prime_rl.run.paths import EvalPaths, RunPaths, step_of
-from prime_rl.run.resume_point import SavedSteps
 from prime_rl.storage.s3 import S3, S3Object
 from prime_rl.storage.trees import download_objects, path_below
 from prime_rl.storage.writers import WRITER

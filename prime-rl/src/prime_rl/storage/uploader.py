@@ -1,23 +1,127 @@
-"""Copies a run to S3 while it goes on."""
+"""Copies a run to S3 while it goes on, and keeps checkpoints on this disk until they have arrived."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from prime_rl.configs.storage import S3Name
-from prime_rl.run.paths import RunPaths
-from prime_rl.storage.holding import is_uploaded, mark_uploaded
+from prime_rl.run.paths import EvalPaths, RunPaths, stable_steps
 from prime_rl.storage.s3 import S3, STOPPED, S3Object
-from prime_rl.storage.selection import small_files, step_directories
 from prime_rl.storage.trees import path_below, upload_files
 from prime_rl.utils.contents import STABLE
 from prime_rl.utils.errors import StorageError, one_line
-from prime_rl.utils.files import size_text
+from prime_rl.utils.files import DELETED, PARTIAL, TEMPORARY, replacing_file, size_text
+from prime_rl.utils.logger import get_logger
+
+# Checkpoints that wait for their upload, up to a number.
+
+
+def write_plan(paths: RunPaths, target: str, max_held: int) -> None:
+    """Tell the processes of a run that it is copied to S3."""
+    with replacing_file(paths.upload_plan) as scratch:
+        scratch.write_text(json.dumps({"upload_to": target, "max_held": max_held}) + "\n", encoding="utf-8")
+
+
+def read_plan(paths: RunPaths) -> dict[str, Any] | None:
+    """Where a run is copied; None if it is not, or the file is damaged."""
+    try:
+        plan = json.loads(paths.upload_plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return plan if isinstance(plan, dict) else None
+
+
+def mark_uploaded(paths: RunPaths, step_directory: Path, target: str) -> None:
+    marker = paths.uploaded(step_directory)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_file(marker) as scratch:
+        scratch.write_text(_what_is_uploaded(step_directory, target), encoding="utf-8")
+
+
+def is_uploaded(paths: RunPaths, step_directory: Path, target: str) -> bool:
+    """Whether a step is on S3 at `target` as it is now.
+
+    A run may be copied to several places, one after the other, and a resumed run writes steps again.
+    """
+    try:
+        marker = paths.uploaded(step_directory).read_text(encoding="utf-8")
+        return marker == _what_is_uploaded(step_directory, target)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+
+
+def _what_is_uploaded(step_directory: Path, target: str) -> str:
+    return f"{target}\n{(step_directory / STABLE).stat().st_mtime_ns}\n"
+
+
+class Hold:
+    """Decides which checkpoints that a run no longer needs may be deleted."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        plan = read_plan(paths)
+        self._max_held = None if plan is None else int(plan.get("max_held", 0))
+        self._target = "" if plan is None else str(plan.get("upload_to", ""))
+
+    def released(self, doomed: Sequence[Path]) -> list[Path]:
+        """Those of the step directories, oldest first, that may be deleted now: the uploaded ones, and the oldest of
+        the others beyond `storage.max_held`."""
+        if self._max_held is None:
+            return list(doomed)
+        waiting = [each for each in doomed if not is_uploaded(self._paths, each, self._target)]
+        lost = waiting[: max(0, len(waiting) - self._max_held)]
+        for each in lost:
+            get_logger().warning(
+                f"{each} is deleted before it is on S3: {len(waiting)} checkpoints wait, and storage.max_held is "
+                f"{self._max_held}"
+            )
+        return [each for each in doomed if each not in waiting or each in lost]
+
+
+# The files of a run that are copied.
+
+
+_UNFINISHED = (PARTIAL, TEMPORARY, DELETED)
+
+
+def small_files(paths: RunPaths, samples: bool) -> Iterator[Path]:
+    """Everything but steps: metrics, logs, configs, receipts, and with `samples` the texts of rollouts."""
+    run, evaluation = paths.orchestrator, EvalPaths(paths.root)
+    texts = (*run.root.glob(f"{run.samples.name}*"), evaluation.results) if samples else ()
+    trees = (
+        *(paths.configs, paths.logs, paths.attempts, paths.traces, paths.slurm),
+        *(run.logs, run.ledger, evaluation.settings, evaluation.summary),
+        *(paths.status, paths.best_checkpoint),
+        *sorted(paths.root.glob(f"{paths.metrics.stem}*{paths.metrics.suffix}")),
+        *sorted(paths.control.glob("*.id")),
+        *sorted(paths.control.glob("*.complete")),
+        *texts,
+    )
+    for tree in trees:
+        for path in sorted(tree.rglob("*")) if tree.is_dir() else (tree,):
+            if path.is_file() and not path.is_symlink() and path.suffix not in _UNFINISHED:
+                yield path
+
+
+def step_directories(paths: RunPaths) -> list[Path]:
+    """Complete steps, in the order in which they are copied: the newest checkpoint first, exported weights last."""
+    run = paths.orchestrator
+    # The orchestrator saves every step; only those that the trainer has saved too can be resumed.
+    steps = list(reversed(stable_steps(paths.checkpoints)))
+    counterparts = set(stable_steps(run.checkpoints))
+    found: list[Path] = []
+    for step in steps:
+        found += [run.checkpoint(step).parent] if step in counterparts else []
+        found.append(paths.checkpoint(step))
+    return [*found, *(paths.weight(step) for step in reversed(stable_steps(paths.weights)))]
+
 
 LONGEST_PAUSE_S = 300.0
 _LOOK_S, _PAUSE_AT_END_S = 0.1, 5.0

@@ -43,7 +43,7 @@ __all__ = [
 PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
 """What names of directories and files end with while they are written, and of directories while they are deleted.
 
-`run/unfinished.py` finds those that a killed run has left.
+`run/directory.py` finds those that a killed run has left.
 """
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)

@@ -151,7 +151,7 @@ def test_a_row_of_a_csv_file_is_found_after_rows_of_several_lines(tmp_path: Path
 def test_a_parquet_file_is_read_without_pandas(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "rows.parquet")
     program = (
-        "import sys; from prime_rl.utils.row_files.reading import read_file; from pathlib import Path; "
+        "import sys; from prime_rl.utils.rows import read_file; from pathlib import Path; "
         f"print(read_file(Path({str(tmp_path / 'rows.parquet')!r}))[0], 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,9 +1,9 @@
-"""Shapes of a model's tensors, from the headers of its weights or from its config."""
+"""Names and shapes of a model's tensors, from the headers of its weights or from its `config.json`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -11,9 +11,239 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
-from prime_rl.checks.memory.families import Tensors, head_dim, is_tied, tensors_of_config, with_usual_names
 from prime_rl.checks.model_files import read_config
 from prime_rl.utils.errors import StartFault
+
+# Without weights: shapes of the families of models that are known, derived from `config.json`.
+
+
+Shape = tuple[int, ...]
+Tensors = dict[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family of decoders differs from Llama."""
+
+    qkv_bias: bool | None = False
+    """None reads `attention_bias`."""
+    out_bias: bool | None = False
+    """None reads `attention_bias`."""
+    mlp_bias: bool | None = False
+    """None reads `mlp_bias`."""
+    head_norms: bool = False
+    """A norm of each query and key head."""
+    wide_norms: bool = False
+    """A norm of all queries and one of all keys."""
+    norms: int = 2
+    """Norms of a block, of the hidden size each."""
+    norm_bias: bool = False
+    has_norm_weights: bool = True
+    is_fused: bool = False
+    """One matrix for queries, keys and values, one for gate and up."""
+    is_fused_mlp: bool = False
+    is_gated: bool = True
+    is_tied: bool = False
+    """Value of `tie_word_embeddings` if the config has none."""
+    has_experts: bool = False
+    expert_width: str = "moe_intermediate_size"
+    """Key of the inner width of an expert."""
+
+
+_MOST, _MOST_LAYERS = 10**9, 10**4
+_REQUIRED = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "vocab_size": (),
+}
+"""Sizes that every model has, and their other names."""
+_OPTIONAL = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+)
+_LLAMA = Family(qkv_bias=None, out_bias=None, mlp_bias=None)
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": Family(),
+    "ministral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qkv_bias=None, out_bias=None, head_norms=True),
+    "qwen2_moe": Family(qkv_bias=True, has_experts=True),
+    "qwen3_moe": Family(qkv_bias=None, out_bias=None, head_norms=True, has_experts=True),
+    "mixtral": Family(has_experts=True, expert_width="intermediate_size"),
+    "olmoe": Family(qkv_bias=None, out_bias=None, wide_norms=True, has_experts=True, expert_width="intermediate_size"),
+    "olmo": Family(qkv_bias=None, out_bias=None, has_norm_weights=False),
+    "olmo2": Family(qkv_bias=None, out_bias=None, wide_norms=True),
+    "olmo3": Family(qkv_bias=None, out_bias=None, wide_norms=True),
+    "gemma": Family(qkv_bias=None, out_bias=None, is_tied=True),
+    "gemma2": Family(qkv_bias=None, out_bias=None, norms=4, is_tied=True),
+    "gemma3_text": Family(qkv_bias=None, out_bias=None, norms=4, head_norms=True, is_tied=True),
+    "phi3": Family(is_fused=True),
+    "smollm3": Family(qkv_bias=None, out_bias=None, mlp_bias=None, is_tied=True),
+    "granite": _LLAMA,
+    "seed_oss": Family(qkv_bias=True),
+    "glm": Family(qkv_bias=None, is_fused_mlp=True),
+    "glm4": Family(qkv_bias=None, is_fused_mlp=True, norms=4),
+    "exaone4": Family(head_norms=True),
+    "starcoder2": Family(qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True, is_gated=False, is_tied=True),
+}
+"""By `model_type`. Other families are estimated from the headers of their weights."""
+
+
+def tensors_of_config(config: Mapping[str, Any]) -> Tensors:
+    """The tensors of a model that has only a config, as they are named on the hub.
+
+    Raises:
+        StartFault: the family is not in `FAMILIES`, or the config lacks a size.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise StartFault(f"models of type {kind!r} are estimated from their weights, which are not here")
+    family = FAMILIES[kind]
+    try:
+        tensors = dict(_root(config, family))
+        for index in range(config["num_hidden_layers"]):
+            tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _block(config, family, index)}
+    except (KeyError, TypeError) as error:
+        raise StartFault(f"its config.json is no complete config of type {kind!r}: {error}") from error
+    return tensors
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether head and embedding share their weights, by the config or the family's default."""
+    family = FAMILIES.get(str(config.get("model_type")), Family(is_tied=True))
+    return bool(config.get("tie_word_embeddings", family.is_tied))
+
+
+def number(config: Mapping[str, Any], key: str) -> int | None:
+    """A size in a config; None if it is not set.
+
+    Raises:
+        StartFault: it is not a positive integer.
+    """
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 < value < _MOST:
+        raise StartFault(f"its config.json has {key} = {str(value)[:40]}, which is no size")
+    return int(value)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return number(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a language model, also of one inside a larger model, with Llama's names for its sizes.
+
+    Raises:
+        StartFault: a size that every model has is missing, or a size is no number.
+    """
+    inner = config.get("text_config")
+    named = {**config, **inner} if "hidden_size" not in config and isinstance(inner, dict) else dict(config)
+    for key, others in _REQUIRED.items():
+        value = next((number(named, name) for name in (key, *others) if name in named), None)
+        if value is None:
+            raise StartFault(f"its config.json has no {key}")
+        named[key] = value
+    if named["num_hidden_layers"] > _MOST_LAYERS:
+        raise StartFault(f"its config.json has num_hidden_layers = {named['num_hidden_layers']}, which is no model")
+    for key in _OPTIONAL:
+        number(named, key)
+    named.setdefault("max_position_embeddings", named.get("n_positions"))
+    return named
+
+
+def _root(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Shape]]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    yield from _norm("model.norm", hidden, family)
+    if not is_tied(config):
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _block(config: Mapping[str, Any], family: Family, index: int) -> Iterator[tuple[str, Shape]]:
+    for number in range(family.norms):
+        yield from _norm(f"norm_{number}", config["hidden_size"], family)
+    yield from _attention(config, family)
+    if family.has_experts and _is_sparse(config, index):
+        yield from _experts(config, family)
+    else:
+        yield from _mlp("mlp", config["hidden_size"], config["intermediate_size"], family, config)
+
+
+def _attention(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Shape]]:
+    hidden, heads, width = config["hidden_size"], config["num_attention_heads"], head_dim(config)
+    queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
+    has_bias = _flag(family.qkv_bias, config, "attention_bias")
+    projections = {"qkv_proj": queries + 2 * keys} if family.is_fused else {}
+    for name, out in (projections or {"q_proj": queries, "k_proj": keys, "v_proj": keys}).items():
+        yield from _linear(f"self_attn.{name}", hidden, out, has_bias)
+    yield from _linear("self_attn.o_proj", queries, hidden, _flag(family.out_bias, config, "attention_bias"))
+    if family.head_norms or family.wide_norms:
+        yield "self_attn.q_norm.weight", (width if family.head_norms else queries,)
+        yield "self_attn.k_norm.weight", (width if family.head_norms else keys,)
+
+
+def _mlp(path: str, hidden: int, inner: int, family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    has_bias = _flag(family.mlp_bias, config, "mlp_bias")
+    if not family.is_gated:
+        yield from _linear(f"{path}.c_fc", hidden, inner, has_bias)
+        yield from _linear(f"{path}.c_proj", inner, hidden, has_bias)
+        return
+    if family.is_fused or family.is_fused_mlp:
+        yield from _linear(f"{path}.gate_up_proj", hidden, 2 * inner, has_bias)
+    else:
+        yield from _linear(f"{path}.gate_proj", hidden, inner, has_bias)
+        yield from _linear(f"{path}.up_proj", hidden, inner, has_bias)
+    yield from _linear(f"{path}.down_proj", inner, hidden, has_bias)
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, Shape]]:
+    hidden, inner = config["hidden_size"], config[family.expert_width]
+    # Transformers writes either name.
+    count = config.get("num_experts") or config["num_local_experts"]
+    yield "mlp.gate.weight", (count, hidden)
+    yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden)
+    yield "mlp.experts.down_proj", (count, hidden, inner)
+    if shared := config.get("shared_expert_intermediate_size"):
+        yield from _mlp("mlp.shared_expert", hidden, shared, family, config)
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
+
+
+def _is_sparse(config: Mapping[str, Any], index: int) -> bool:
+    step = config.get("decoder_sparse_step") or 1
+    return index not in (config.get("mlp_only_layers") or ()) and (index + 1) % step == 0
+
+
+def _norm(path: str, width: int, family: Family) -> Iterator[tuple[str, Shape]]:
+    if family.has_norm_weights:
+        yield f"{path}.weight", (width,)
+    if family.norm_bias:
+        yield f"{path}.bias", (width,)
+
+
+def _linear(path: str, width: int, out: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{path}.weight", (out, width)
+    if has_bias:
+        yield f"{path}.bias", (out,)
+
+
+def _flag(fixed: bool | None, config: Mapping[str, Any], key: str) -> bool:
+    return bool(config.get(key)) if fixed is None else fixed
+
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(\w+)\.weight$")

@@ -6,16 +6,221 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
-from prime_rl.checks.memory.activations import BlockActivations, Precision, block_activations, is_target, linear_paths
-from prime_rl.checks.memory.families import Tensors
-from prime_rl.checks.memory.loss import LossMemory, rl_loss, sft_loss
-from prime_rl.checks.memory.shapes import ModelShape, count
-from prime_rl.configs.model import LoRAConfig, ModelConfig
+from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
+from prime_rl.configs.model import DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, is_regex
+
+# Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
+# that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
+
+
+_MLP_GRADIENTS, _LEAN_MLP_GRADIENTS = 2, 4
+"""Gradients of the inner width that exist at the same time as what they are computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What decides the size of saved tensors, besides the model."""
+
+    compute_bytes: int
+    is_lean: bool
+    """Our kernels for CPUs replace norms and SwiGLU layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivations:
+    """Bytes per token of one decoder block."""
+
+    saved: int
+    """Kept from the forward pass to the backward pass."""
+    input: int
+    """Kept if the block is recomputed."""
+    temporary: int
+    """Gradients inside the block, at the peak of its backward pass."""
+
+
+def block_activations(
+    shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None = None
+) -> BlockActivations:
+    """What one block needs per token of a row."""
+    size, hidden = precision.compute_bytes, shape.hidden
+    inner = _inner_width(shape, block)
+    saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(shape, block, precision, lora)
+    if lora is not None:
+        saved += sum(size * lora.rank for path in linear_paths(block) if is_target(lora, path))
+    gradients = _LEAN_MLP_GRADIENTS if precision.is_lean else _MLP_GRADIENTS
+    temporary = size * (gradients * inner + hidden)
+    return BlockActivations(saved, size * hidden, temporary)
+
+
+def linear_paths(block: Tensors) -> list[str]:
+    """Paths of the linear layers of a block, without experts."""
+    names = [name for name, shape in block.items() if len(shape) == 2]
+    return [name.removesuffix(".weight") for name in names]
+
+
+def is_target(lora: LoRAConfig, path: str) -> bool:
+    """Whether a module gets an adapter, by the rules of `trainer/lora/targets.py`."""
+
+    def matches(pattern: str) -> bool:
+        return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."
+
+    return any(map(matches, lora.target_modules)) and not any(map(matches, lora.modules_to_save))
+
+
+def _norms(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
+    """RMSNorm keeps a float32 copy, the normalized values, and its output where a matrix product reads it."""
+    size = precision.compute_bytes
+    inside = size if precision.is_lean else _FLOAT32 + (size if lora is None else 0)
+    total = 0
+    for name, width in _norm_widths(shape, block):
+        feeds_product = width == shape.hidden and "post" not in name
+        total += width * (inside + size * feeds_product)
+    return total
+
+
+def _norm_widths(shape: ModelShape, block: Tensors) -> list[tuple[str, int]]:
+    widths = []
+    for name, size in block.items():
+        if len(size) == 1 and "norm" in name and name.endswith("weight"):
+            is_head = "q_norm" in name or "k_norm" in name
+            heads = shape.heads if "q_norm" in name else shape.kv_heads
+            widths.append((name, size[0] * heads if is_head and size[0] == shape.key_dim else size[0]))
+    return widths
+
+
+def _attention(shape: ModelShape, size: int) -> int:
+    """Rotated queries and keys, values, the output, and a float32 log-sum-exp for each head."""
+    queries, keys = shape.heads * shape.key_dim, shape.kv_heads * shape.key_dim
+    values, output = shape.kv_heads * shape.value_dim, shape.heads * shape.value_dim
+    return size * (queries + keys + values + output) + _FLOAT32 * shape.heads
+
+
+def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
+    """Gate, its activation, up, and their product; lean layers recompute two of the four."""
+    names = " ".join(block)
+    is_gated = "gate_proj" in names or "gate_up_proj" in names or ".experts." in names
+    has_lean_mlp = precision.is_lean and lora is None and "mlp.gate_proj" in names
+    kept = (2 if has_lean_mlp else 4) if is_gated else 2
+    # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
+    is_sparse = any(len(size) == 3 for size in block.values())
+    copies = 2 * shape.hidden * _experts_per_token(shape) if is_sparse else 0
+    return precision.compute_bytes * (kept * _inner_width(shape, block) + copies)
+
+
+def _inner_width(shape: ModelShape, block: Tensors) -> int:
+    """Inner width that a token passes: of the dense layer, or of its experts and the shared ones."""
+    width = 0
+    for name, size in block.items():
+        path = name.removesuffix(".weight")
+        if len(size) == 1:
+            continue
+        if len(size) == 3:
+            config = shape.config
+            each = config.get("moe_intermediate_size") or config.get("intermediate_size") or size[-2]
+            width += int(each) * _experts_per_token(shape) * path.endswith(("down_proj", "w2"))
+        elif path.endswith("gate_up_proj"):
+            width += size[0] // 2
+        elif path.endswith((".up_proj", ".c_fc", ".fc1", ".dense_h_to_4h")):
+            # GPT-2 stores its matrices transposed.
+            width += max(size)
+    return width
+
+
+def _experts_per_token(shape: ModelShape) -> int:
+    return int(shape.config.get("num_experts_per_tok") or 1)
+
+
+# Head and loss: logits, a few at a time, and what their gradients need.
+
+
+_LOGITS = 2**25
+"""`Limits.logits` of `trainer/kernels/linear_cross_entropy.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
+_FLOAT_LOGITS = 2**22
+_CACHED_FLOAT_LOGITS = 2**20
+_PLAIN_FLOATS = 3
+"""Float32 tensors of the model's own head that exist at the same time: log-softmax, its exponentials, a product."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """Bytes for one row."""
+
+    forward: int
+    """At the peak of the loss's forward pass."""
+    kept: int
+    """From there through the backward pass of the last block."""
+
+
+def sft_loss(
+    shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool, trains_head: bool
+) -> LossMemory:
+    """Cross-entropy with `linear_cross_entropy_sum`, which computes gradients together with the loss."""
+    vocab, hidden = shape.vocab, shape.hidden
+    if not _has_plain_head(shape, model):
+        return _plain_head(vocab, hidden, tokens, size)
+    rows = max(1, _LOGITS // vocab)
+    chunk = min(rows, tokens) * vocab * size
+    next_chunk = min(rows, max(0, tokens - rows)) * vocab * size
+    most_floats = _CACHED_FLOAT_LOGITS if on_cpu else _FLOAT_LOGITS
+    part = max(1, most_floats // vocab)
+    # The next part is computed before the last one is freed. Float32 logits need no copy.
+    copied = min(part, rows, tokens) + min(part, max(0, min(rows, tokens) - part)) if size < _FLOAT32 else 0
+    floats = _FLOAT32 * vocab * copied
+    states = tokens * hidden * size
+    head = vocab * hidden
+    if not trains_head:
+        return LossMemory(3 * states + chunk + next_chunk + floats, states)
+    if tokens > rows:
+        # So is the next chunk. The weight's gradient is summed in float32.
+        summed = _FLOAT32 * head
+        return LossMemory(
+            3 * states + summed + max(chunk + next_chunk + floats, chunk + size * head), states + size * head
+        )
+    if on_cpu and model.optimization_dtype == "float32":
+        return LossMemory(3 * states + chunk + floats, 2 * states)
+    return LossMemory(3 * states + chunk + max(floats, size * head), states + size * head)
+
+
+def rl_loss(
+    shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool, trains_head: bool
+) -> LossMemory:
+    """Log-probabilities with `fused_logprobs`, or with the model's own head."""
+    chunk = model.fused_lm_head_chunk_size
+    if chunk == "disabled" or not _has_plain_head(shape, model):
+        return _plain_head(shape.vocab, shape.hidden, tokens, size)
+    width = min(shape.vocab, DEFAULT_VOCAB_CHUNK if chunk == "auto" else chunk)
+    next_width = min(width, shape.vocab - width)
+    rounded = size if size < _FLOAT32 else 0
+    # Both passes keep tensors of the last slice until those of the next one replace them.
+    forward = _FLOAT32 * tokens * max(3 * width, 2 * width + 2 * next_width)
+    one, following = 3 * _FLOAT32 + rounded, (_FLOAT32 + rounded) * width + 2 * _FLOAT32 * next_width
+    of_weight = size * shape.vocab * shape.hidden if trains_head else 0
+    backward = of_weight + _FLOAT32 * tokens * shape.hidden + tokens * max(one * width, following)
+    states = tokens * shape.hidden * size
+    return LossMemory(states + max(forward, backward), states + of_weight)
+
+
+def _plain_head(vocab: int, hidden: int, tokens: int, size: int) -> LossMemory:
+    chunk = min(tokens, max(1, _LOGITS // vocab)) * vocab
+    states = tokens * hidden * size
+    return LossMemory(2 * states + chunk * _PLAIN_FLOATS * _FLOAT32, states + size * vocab * hidden)
+
+
+def _has_plain_head(shape: ModelShape, model: ModelConfig) -> bool:
+    """Whether logits are hidden states times the head's weight, without bias, scale, cap or adapter."""
+    if model.lora is not None and is_target(model.lora, "lm_head"):
+        return False
+    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    has_bias = any(name.endswith("lm_head.bias") for name in shape.root)
+    return not has_bias and not any(shape.config.get(key) not in (None, 1, 1.0) for key in changes)
+
 
 Device = Literal["cuda", "cpu"]
 Parts = dict[str, int]

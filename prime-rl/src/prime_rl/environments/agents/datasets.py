@@ -10,7 +10,7 @@ from typing import Any
 from prime_rl.configs.rollouts.agents import ROW_FILES
 from prime_rl.environments.agents.targets import resolve
 from prime_rl.utils.errors import RowFileError
-from prime_rl.utils.row_files.reading import stream_file
+from prime_rl.utils.rows import stream_file
 
 MAX_ROWS = 1_000_000
 

@@ -19,8 +19,8 @@ from prime_rl.environments.judging.cache import AnswerCache, key_of
 from prime_rl.environments.judging.counters import Counters
 from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
 from prime_rl.utils.engine_keys import is_loopback
+from prime_rl.utils.limits import allow_connections
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.machine.open_files import allow_connections
 from prime_rl.utils.waiting import Wait
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})

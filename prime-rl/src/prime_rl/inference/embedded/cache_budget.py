@@ -7,7 +7,7 @@ from typing import Self
 
 from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.utils.machine.memory import usable_memory_bytes
+from prime_rl.utils.limits import usable_memory_bytes
 
 CPU_MEMORY_SHARE = 0.25
 """Fraction of the usable memory for the key-value cache on a CPU, which is shared with trainer and environments."""

@@ -16,8 +16,8 @@ from prime_rl.inference.embedded.http.connections import BoundedConnection
 from prime_rl.inference.limits import MAX_CONNECTIONS
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
+from prime_rl.utils.limits import allow_connections
 from prime_rl.utils.logger import SUCCESS, get_logger
-from prime_rl.utils.machine.open_files import allow_connections
 from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 _GRACE_S = 3

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from prime_rl.checks.chat_templates import tool_call_parser
 from prime_rl.checks.engines import context_fault
-from prime_rl.checks.tool_parsers import tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
 from prime_rl.inference.embedded.cache_budget import CacheBudget

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.tool_parsers import tool_call_parser
+from prime_rl.checks.chat_templates import read_template, tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"

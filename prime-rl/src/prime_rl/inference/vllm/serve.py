@@ -7,13 +7,13 @@ from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from prime_rl.checks.tool_parsers import model_template
+from prime_rl.checks.chat_templates import model_template
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.arguments import vllm_arguments
 from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.run.clearance import wait_for_clearance
+from prime_rl.utils.limits import usable_memory_bytes
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.machine.memory import usable_memory_bytes
 
 PLUGIN_NAME = "prime_rl"
 """Name of the entry point for `prime_rl.inference.vllm.plugin` in the group `vllm.endpoint_plugins`."""

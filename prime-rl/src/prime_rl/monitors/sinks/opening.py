@@ -48,7 +48,7 @@ def open_sinks(
 
 def _wandb(config: WandbConfig, run: SinkRun, directory: Path) -> Monitor:
     # Imported late: wandb costs half a second.
-    from prime_rl.monitors.wandb import WandbMonitor
+    from prime_rl.monitors.sink_packages import WandbMonitor
 
     # The trainers share a name, as their files do.
     part = "trainer" if run.component == "sft" else run.component
@@ -58,18 +58,18 @@ def _wandb(config: WandbConfig, run: SinkRun, directory: Path) -> Monitor:
 
 def _starts(config: MonitorConfig, run: SinkRun) -> Iterator[tuple[str, Callable[[], Monitor]]]:
     if config.tensorboard is not None:
-        from prime_rl.monitors.sinks.tensorboard import TensorBoardMonitor
+        from prime_rl.monitors.sink_packages import TensorBoardMonitor
 
         yield "TensorBoard", partial(TensorBoardMonitor, config.tensorboard, run)
     if config.trackio is not None:
-        from prime_rl.monitors.sinks.trackio import TrackioMonitor
+        from prime_rl.monitors.sink_packages import TrackioMonitor
 
         yield "Trackio", partial(TrackioMonitor, config.trackio, run)
     if config.swanlab is not None:
-        from prime_rl.monitors.sinks.swanlab import SwanLabMonitor
+        from prime_rl.monitors.sink_packages import SwanLabMonitor
 
         yield "SwanLab", partial(SwanLabMonitor, config.swanlab, run)
     if config.mlflow is not None:
-        from prime_rl.monitors.sinks.mlflow import MlflowMonitor
+        from prime_rl.monitors.sink_packages import MlflowMonitor
 
         yield "MLflow", partial(MlflowMonitor, config.mlflow, run)

@@ -20,8 +20,7 @@ from verifiers.serve import ZMQEnvClient
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
-from prime_rl.interpreters.in_use import use
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use_shared
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use, use_shared
 from prime_rl.interpreters.venvs import python_of, venv_of_project
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from prime_rl.orchestrator.servers.discovery import ServerNames
-from prime_rl.utils.machine.open_files import allow_connections
+from prime_rl.utils.limits import allow_connections
 
 KEEPALIVE_S = 4.0
 """Less than the 5 s after which uvicorn closes an idle connection, so that no request uses a closing one."""

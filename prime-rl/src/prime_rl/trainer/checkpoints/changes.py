@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl.run.resuming import Changes
+from prime_rl.run.checkpoints import Changes
 from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger

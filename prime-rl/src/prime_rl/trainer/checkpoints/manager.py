@@ -15,10 +15,9 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.run.checkpoints import DEFAULT_KEPT, SavedSteps
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resume_point import SavedSteps
-from prime_rl.run.retention import DEFAULT_KEPT
-from prime_rl.storage.holding import Hold
+from prime_rl.storage.uploader import Hold
 from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,

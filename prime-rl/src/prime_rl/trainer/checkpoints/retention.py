@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.configs.trainer import CheckpointConfig
+from prime_rl.run.checkpoints import kept_steps
 from prime_rl.run.paths import stable_steps
-from prime_rl.run.retention import kept_steps
-from prime_rl.storage.holding import Hold
+from prime_rl.storage.uploader import Hold
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.utils.files import remove_directory, replacing_file
 from prime_rl.utils.logger import get_logger

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MultiMonitor
+from prime_rl.monitors.base import Heartbeat
 from prime_rl.monitors.bench import BenchTable, Measured, summary
-from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.monitors.relay import Relay, WithEvaluations
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.attempts import report_restored
+from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.restored import restored_state, summary_of

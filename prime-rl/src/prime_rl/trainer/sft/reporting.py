@@ -14,8 +14,7 @@ from prime_rl.trainer.observe.telemetry import Telemetry
 from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
 from prime_rl.utils.logger import SUCCESS, count_of, get_logger
-from prime_rl.watch.progress import clock
-from prime_rl.watch.progress_bar import ProgressBar, figures
+from prime_rl.watch.progress import ProgressBar, clock, figures
 
 _GIB = 2**30
 _EDGE_STEPS = 5

@@ -14,9 +14,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import own_beats
+from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.resuming import changes_since, configs_to_save
 from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
@@ -42,7 +42,7 @@ from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt, restore_
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
-from prime_rl.watch.progress_bar import progress_bar
+from prime_rl.watch.progress import progress_bar
 
 
 def run(config: SFTConfig) -> int:

@@ -1,26 +1,207 @@
-"""A run at one moment, as plain values that are read from its directory."""
+"""Collects the state of a run at one moment from its directory: progress, processes, evaluations, GPUs, warnings."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
+import socket
+import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_rl.history.attempts import Attempt
+from prime_rl.history.metrics import MetricLog
 from prime_rl.history.run import Kind, RunHistory, RunState
+from prime_rl.launch.logs import HEAD, Follower, tail
 from prime_rl.run.beats import ANYONE
 from prime_rl.run.lock import LOCK_NAME, Holder
-from prime_rl.run.paths import stable_steps
-from prime_rl.watch.overview.evaluations import EvalProgress, EvalTally
-from prime_rl.watch.overview.gpus import GpuUse, gpu_use
-from prime_rl.watch.overview.notices import Notice, last_notices
+from prime_rl.run.paths import EvalPaths, stable_steps
 from prime_rl.watch.overview.words import printable
 from prime_rl.watch.progress import Pace, step_text
+
+# Finished rollouts of `eval`, by weights and environment.
+
+
+@dataclass(frozen=True, slots=True)
+class EvalProgress:
+    """One environment with the weights of one step. Step 0 is the base model, if that is evaluated."""
+
+    env: str
+    step: int
+    done: int
+    """Finished rollouts."""
+    total: int | None
+    """None if the config leaves it to the environment, or asked for more rows than it has."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """`avg@4` and others, once the environment is done."""
+
+    @property
+    def weights(self) -> str:
+        return "base or step 0" if self.step == 0 else f"step {self.step}"
+
+
+class EvalTally:
+    """Follows `OUT/eval/results.jsonl`. Of each line it keeps no more than the environment and the step."""
+
+    def __init__(self, root: Path) -> None:
+        self._lines = Follower(EvalPaths(root).results)
+        self._done: Counter[tuple[int, str]] = Counter()
+
+    def progress(self, config: Mapping[str, Any], metrics: MetricLog) -> tuple[EvalProgress, ...]:
+        """The progress of every environment that has begun, and of those of the config that have not."""
+        for line in self._lines.lines():
+            try:
+                result = json.loads(line)
+                self._done[int(result["step"]), str(result["env"])] += 1
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue
+        totals = expected_rollouts(config)
+        begun = sorted(self._done)
+        waiting = [(0, env) for env in totals if not any(env == name for _, name in begun)]
+        return tuple(
+            _progress(env, step, self._done[step, env], totals.get(env), metrics) for step, env in [*begun, *waiting]
+        )
+
+
+def _progress(env: str, step: int, done: int, total: int | None, metrics: MetricLog) -> EvalProgress:
+    found = _reported(metrics, env, step)
+    scores = {name: value for name, value in found.items() if name.startswith(("avg@", "pass@"))}
+    # An earlier start with more rows has done more. A dataset with fewer is done, and has scores, before the total.
+    is_known = total is not None and (total == done + found.get("failed/count", 0) if scores else total >= done)
+    return EvalProgress(printable(env), step, done, total if is_known else None, scores)
+
+
+def expected_rollouts(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Rollouts of each environment with one set of weights. A dataset with fewer rows has fewer."""
+    environments = config.get("env", [])
+    if not isinstance(environments, Sequence):
+        return {}
+    counts, repeats = config.get("num_examples"), config.get("rollouts_per_example")
+    found: dict[str, int | None] = {}
+    for index, env in enumerate(environments):
+        if isinstance(env, Mapping):
+            rows, each = _item(counts, index), _item(repeats, index)
+            name = str(env.get("name") if env.get("name") not in (None, "None") else env.get("id"))
+            found[name] = rows * each if rows is not None and each is not None and rows > 0 else None
+    return found
+
+
+def _item(values: Any, index: int) -> int | None:
+    """A number for all environments, or the list's own for each."""
+    if isinstance(values, list):
+        values = values[index] if index < len(values) else values[0] if len(values) == 1 else None
+    return values if isinstance(values, int) and not isinstance(values, bool) else None
+
+
+def _reported(metrics: MetricLog, env: str, step: int) -> dict[str, float]:
+    prefix = f"eval/{env}/"
+    found = {}
+    for source in metrics.sources:
+        names = [name for name in metrics.names(source) if name.startswith(prefix)]
+        for name, value in metrics.of_step(step, names, source).items():
+            found[name.removeprefix(prefix)] = value
+    return found
+
+
+# GPUs of the run, if this machine runs it.
+
+
+_LIMIT_S = 3.0
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Memory and load of one GPU."""
+
+    index: str
+    used_bytes: int
+    total_bytes: int
+    busy_percent: int | None
+
+
+def gpu_use(holder: Holder | None) -> tuple[GpuUse, ...]:
+    """The GPUs of this machine, if the holder of a run's lock is on it. Empty without nvidia-smi, or if it fails."""
+    if holder is None or holder.host != socket.gethostname() or shutil.which("nvidia-smi") is None:
+        return ()
+    fields = "index,memory.used,memory.total,utilization.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return uses_of(answer.stdout) if answer.returncode == 0 else ()
+
+
+def uses_of(table: str) -> tuple[GpuUse, ...]:
+    """Read the table that nvidia-smi prints. A line with a figure that it does not know is left out."""
+    found = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 4 and cells[1].isdigit() and cells[2].isdigit():
+            busy = int(cells[3]) if cells[3].isdigit() else None
+            found.append(GpuUse(cells[0], int(cells[1]) * _MIB, int(cells[2]) * _MIB, busy))
+    return tuple(found)
+
+
+# The last warnings and errors in the run's logs.
+
+
+_LINE = re.compile(
+    r"^(?:\d{4}-\d{2}-\d{2} )?(\d{2}:\d{2}:\d{2})\s+(?:(WARNING|ERROR|CRITICAL)\s+|(warning|error): )(.*)"
+)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_TAIL_LINES = 400
+MAX_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A warning or an error."""
+
+    log: Path
+    clock: str
+    """As in the log: local time of the machine that wrote it."""
+    level: str
+    words: str
+
+
+def last_notices(logs: Iterable[Path], started_s: float | None = None, most: int = 5) -> list[Notice]:
+    """The last warnings and errors of the newest attempt, oldest first, without repetitions.
+
+    Only the first line of each, shortened: what follows it may hold text of the data.
+    """
+    found: dict[tuple[str, str], Notice] = {}
+    for log in logs:
+        for notice in _of_log(log):
+            found.pop((notice.level, notice.words), None)
+            found[notice.level, notice.words] = notice
+    return sorted(found.values(), key=lambda notice: notice.clock)[-most:]
+
+
+def _of_log(log: Path) -> Iterator[Notice]:
+    lines = tail(log, _TAIL_LINES)
+    heads = [index for index, line in enumerate(lines) if line.startswith(HEAD)]
+    for line in lines[heads[-1] + 1 :] if heads else lines:
+        notice = _of_line(log, line)
+        if notice is not None:
+            yield notice
+
+
+def _of_line(log: Path, line: str) -> Notice | None:
+    match = _LINE.match(_ANSI.sub("", line))
+    if match is None:
+        return None
+    clock, level, launcher_level, words = match.groups()
+    return Notice(log, clock, (level or launcher_level).lower(), printable(words, MAX_CHARS))
+
 
 PACE_STEPS = 11
 LOSS = "loss/mean"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
-from prime_rl.utils.machine.memory import usable_memory_bytes
+from prime_rl.utils.limits import usable_memory_bytes
 
 PACKED_SHARE = 0.1
 """Fraction of the usable memory for a packed copy of the weights. Larger models are not packed."""

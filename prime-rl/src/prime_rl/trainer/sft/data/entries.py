@@ -12,7 +12,7 @@ import numpy as np
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
-from prime_rl.utils.row_files.reading import Row, StreamedRow
+from prime_rl.utils.rows import Row, StreamedRow
 
 
 @dataclass(frozen=True, slots=True)

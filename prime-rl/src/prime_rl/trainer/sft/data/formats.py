@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.utils.row_files.reading import parsed
+from prime_rl.utils.rows import parsed
 
 Row = Mapping[str, Any]
 

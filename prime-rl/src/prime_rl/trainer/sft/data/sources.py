@@ -17,7 +17,7 @@ from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.formats import check_columns, renamed
 from prime_rl.utils.errors import RowFileError, StartFault
-from prime_rl.utils.row_files.reading import Row, RowList, StreamedRow, read_file, stream_file
+from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:

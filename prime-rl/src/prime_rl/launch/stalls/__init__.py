@@ -1,1 +1,0 @@
-"""Finds processes that make no progress, and shows what they were doing."""
