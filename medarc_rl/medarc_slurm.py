@@ -15,20 +15,22 @@ from typing import Annotated, Any
 
 import typer
 
-from medarc_rl.backends.containers import RUNTIMES, Container
-from medarc_rl.backends.launcher import CONFIGS, launcher_job
 from medarc_rl.backends.slurm import (
+    CONFIGS,
     NODE_GPUS,
+    RUNTIMES,
     BatchJob,
+    Container,
     SlurmRequest,
     check_dependency,
+    launcher_job,
     log_file,
     render,
     sbatch_argv,
     sbatch_env,
     sh_quote,
 )
-from medarc_rl.backends.slurm_jobs import LOG
+from medarc_rl.backends.slurm_queue import LOG
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.deployment import (
@@ -45,10 +47,9 @@ from medarc_rl.deployment import (
     training_gpus,
 )
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.command import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 from medarc_rl.jobs.kinds import job_kind
-from medarc_rl.jobs.record import JobRecord, circumstances
-from medarc_rl.jobs.recording import record_job
+from medarc_rl.jobs.log import JobRecord, circumstances, record_job
+from medarc_rl.medarc_jobs import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 from medarc_rl.utils import (
     Run,
     check_startable,
@@ -337,8 +338,8 @@ def write_and_submit(job: BatchJob, run: Run[Any], options: SubmitOptions) -> in
 def is_ready(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
     """Print the table of what the job needs. Returns whether all of it is there."""
     # Imported here: a dry run asks nobody.
-    from medarc_rl.readiness.report import can_start, job_rows
-    from medarc_rl.readiness.rows import as_table, table
+    from medarc_rl.checks.job import can_start, job_rows
+    from medarc_rl.checks.rows import as_table, table
 
     rows = list(job_rows(run.config, job, env))
     for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):

@@ -9,18 +9,13 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from medarc_rl.backends.backend import Kind, Prepared, Request
-from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
-from medarc_rl.backends.ray.ray_options import RayOptions
-from medarc_rl.backends.registry import OPTIONS, backend
-from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
+from medarc_rl.backends.backend import OPTIONS, Kind, Prepared, Request, backend
+from medarc_rl.backends.options import KubernetesOptions, PolicyOptions, RayOptions, SageMakerOptions
 from medarc_rl.backends.slurm import NODE_GPUS
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.deployment import rl_nodes, rl_split, sft_nodes_of, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.log import JobLog, config_files
-from medarc_rl.jobs.record import JobRecord, circumstances
-from medarc_rl.jobs.recording import record_job
+from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job
 from medarc_rl.utils import OwnedKeys
 
 
@@ -180,7 +175,7 @@ def submit(request: Request) -> int:
         return 0
     if not is_recorded:
         raise MedarcError("--wait needs the job log; the job goes on")
-    from medarc_rl.jobs.command import WaitOptions, wait_for
+    from medarc_rl.medarc_jobs import WaitOptions, wait_for
 
     if prepared.wait_shows_output and (code := _show_output(record)):
         return code
@@ -189,7 +184,7 @@ def submit(request: Request) -> int:
 
 def _show_output(record: JobRecord) -> int:
     """Print the job's output until it has ended. If that fails, waiting goes on without it."""
-    from medarc_rl.jobs.command import INTERRUPTED, LogsOptions, logs
+    from medarc_rl.medarc_jobs import INTERRUPTED, LogsOptions, logs
 
     try:
         return logs(LogsOptions(job=record.key, follow=True))

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from medarc_rl.backends.containers import Container
-from medarc_rl.backends.launcher import launcher_job
 from medarc_rl.backends.slurm import (
     BatchJob,
+    Container,
     SlurmRequest,
     check_dependency,
     header,
+    launcher_job,
     log_file,
     render,
     sbatch_argv,
     sh_quote,
     walltime_s,
 )
+from medarc_rl.checks.job import Unreadable, job_environment
 from medarc_rl.errors import HeaderError, UsageError
-from medarc_rl.readiness.software import Unreadable, job_environment
 from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_submit
-from medarc_rl.backends.ray.connecting import _end_if_asked
+from medarc_rl.backends.ray.cluster import _end_if_asked
 from medarc_rl.backends.ray.demands import gpus_of
 from medarc_rl.backends.ray.driver import _options
 from medarc_rl.backends.ray.ray_jobs import RayJobs, RayPrepared
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.record import JobRecord, Status, circumstances
+from medarc_rl.jobs.log import JobRecord, Status, circumstances
 from medarc_rl.utils import load_run
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from medarc_rl.backends.options import KubernetesOptions, RayOptions, SageMakerOptions
 from medarc_rl.deployment import GpuSplit
-from medarc_rl.jobs.record import JobRecord, Status
+from medarc_rl.errors import UsageError
+from medarc_rl.jobs.log import JobRecord, Status
 from medarc_rl.utils import OwnedKeys, Run, load_run
 
 Kind = Literal["sft", "rl", "eval"]
@@ -113,3 +116,38 @@ class Backend(Tracker, Protocol[PreparedT]):
     def submit(self, prepared: PreparedT) -> Submitted:
         """Send a job. Raises MedarcError if the back-end refuses it."""
         ...
+
+
+OPTIONS: Mapping[str, type] = {
+    "kubernetes": KubernetesOptions,
+    "ray": RayOptions,
+    "sagemaker": SageMakerOptions,
+}
+"""What `medarc_submit --to` takes, and the options of each. A common base class has those of several back-ends."""
+
+_CLASSES = {
+    "slurm": "medarc_rl.backends.slurm_queue:SlurmJobs",
+    "ray": "medarc_rl.backends.ray.ray_jobs:RayJobs",
+    "kubernetes": "medarc_rl.backends.kubernetes.cluster:Kubernetes",
+    "sagemaker": "medarc_rl.backends.sagemaker.training_jobs:SageMaker",
+}
+"""Module and class of each back-end. The class is made without arguments."""
+
+
+def backend(name: str) -> Backend[Any]:
+    """A back-end that `--to` names."""
+    found: Backend[Any] = _made(name)
+    return found
+
+
+def tracker(name: str) -> Tracker:
+    """The back-end of a recorded job. Raises UsageError for one that this version does not have."""
+    found: Tracker = _made(name)
+    return found
+
+
+def _made(name: str) -> Any:
+    if name not in _CLASSES:
+        raise UsageError(f"back-end {name!r}: this version knows {', '.join(_CLASSES)}")
+    module, _, cls = _CLASSES[name].partition(":")
+    return getattr(importlib.import_module(module), cls)()

@@ -8,19 +8,77 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from typer import Option
 
-from medarc_rl.backends.containers import Container
-from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.errors import HeaderError, UsageError
-from prime_rl.launch.job import Job
+from prime_rl.launch.job import Job, Resources
+from prime_rl.launch.spec import ProcessSpec
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config.errors import one_line
+
+Runtime = Literal["apptainer", "pyxis"]
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image with Python and this package installed."""
+
+    image: str
+    """A file, or what the runtime pulls, such as `docker://...` or `nvcr.io#...`."""
+    runtime: Runtime = "apptainer"
+    mounts: tuple[str, ...] = ()
+    """More directories, as `SOURCE` or `SOURCE:TARGET`."""
+
+    def wrap(self, argv: Sequence[str], directory: Path, mounts: Sequence[Path]) -> tuple[str, ...]:
+        """The command that runs `argv` in the container, in `directory`, with these directories in their own places.
+
+        Raises:
+            UsageError: the runtime's notation cannot hold the name of a directory.
+        """
+        if self.image.startswith("-"):
+            raise UsageError(f"--container {self.image!r}: name an image")
+        mapped = [*(_itself(path) for path in dict.fromkeys(mounts)), *self.mounts]
+        if self.runtime == "pyxis":
+            return (
+                "srun",
+                "--ntasks=1",
+                f"--container-image={self.image}",
+                f"--container-mounts={','.join(mapped)}",
+                f"--container-workdir={directory}",
+                *argv,
+            )
+        binds = (word for mount in mapped for word in ("--bind", mount))
+        return ("apptainer", "exec", "--nv", *binds, "--pwd", str(directory), self.image, *argv)
+
+
+def _itself(path: Path) -> str:
+    if set(str(path)) & set(":,"):
+        raise UsageError(f"{path}: containers cannot mount a directory with ':' or ',' in its name")
+    return f"{path}:{path}"
+
+
+LAUNCHERS = {"sft": "medarc_rl.launchers.sft_local", "rl": "medarc_rl.launchers.rl_local"}
+CONFIGS = {"sft": "trainer", "rl": "rl"}
+"""Name of the resolved config in `OUT/configs` that the launcher reads."""
+
+
+def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
+    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
+
+    Its config is that of the run, or the one in `queued`.
+
+    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
+    """
+    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
+    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
+    return Job(command, paths, (launcher,), resources)
+
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_submit, medarc_train
 from medarc_rl.backends.kubernetes.cluster import manifest_of, to_yaml
 from medarc_rl.backends.kubernetes.manifest import ClusterJob
-from medarc_rl.backends.kubernetes.names import MAX_JOB_NAME, image_fault, job_name, label_fault
+from medarc_rl.backends.kubernetes.request import MAX_JOB_NAME, image_fault, job_name, label_fault
 from medarc_rl.backends.ray import driver
 from medarc_rl.backends.ray.demands import device_of, gpus_of
 from prime_rl.configs.ranges import AUTO

@@ -18,14 +18,19 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 
 from medarc_rl.backends.backend import Request
 from medarc_rl.backends.ray import demands
-from medarc_rl.backends.sagemaker.prepared_training import gpu_faults
-from medarc_rl.backends.sagemaker.request.api_rules import request_faults
-from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
-from medarc_rl.backends.sagemaker.request.instances import gpus_of
-from medarc_rl.backends.sagemaker.request.job_names import name_fault, nearest_name, opaque_name
-from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
-from medarc_rl.backends.sagemaker.request.secret_references import references
-from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
+from medarc_rl.backends.sagemaker.training_jobs import gpu_faults
+from medarc_rl.backends.sagemaker.training_request import (
+    FileSystem,
+    JobPlaces,
+    S3Prefix,
+    TrainingJob,
+    gpus_of,
+    name_fault,
+    nearest_name,
+    opaque_name,
+    references,
+    request_faults,
+)
 from medarc_rl.errors import UsageError
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import load_config

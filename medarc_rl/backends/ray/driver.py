@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from medarc_rl.backends.ray.agents import RayCluster, bundles_for, placed
-from medarc_rl.backends.ray.connecting import asks_for_token, connected
+from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
 from medarc_rl.backends.ray.demands import device_of, gpus_of
-from medarc_rl.backends.ray.own_job import stop_own_job
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -34,6 +34,42 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+STOPS_ITSELF = "this Ray job stops itself, so that nothing starts it again"
+"""In the job's output, by which its status is told from a job that somebody else stopped."""
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_LIMIT_S = 60.0
+"""Seconds until the signal must have come."""
+
+
+def submission_id(env: Mapping[str, str]) -> str | None:
+    """The job's id of `ray job submit`; None if this process is in no such job."""
+    try:
+        found = json.loads(env[_JOB_VARIABLE])["metadata"]["job_submission_id"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def stop_own_job() -> None:
+    """Ask Ray to stop this job, and wait for its signal, which ends the process. Returns if it cannot be stopped."""
+    job = submission_id(os.environ)
+    if job is None:
+        sys.stderr.write("warning: --stop-if-refused: this process is in no job of `ray job submit`\n")
+        return
+    import requests
+    from ray.job_submission import JobSubmissionClient
+
+    sys.stderr.write(f"{STOPS_ITSELF}\n")
+    sys.stderr.flush()
+    try:
+        JobSubmissionClient().stop_job(job)
+    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
+        sys.stderr.write(f"warning: it could not be stopped: {type(error).__name__}: {error}\n")
+        return
+    # The handler of SIGTERM ends the wait.
+    threading.Event().wait(_LIMIT_S)
+
 
 ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
 LAUNCHERS = {

@@ -22,13 +22,13 @@ from threading import Thread
 from typing import Any
 
 from medarc_rl.backends.backend import Prepared, Request, Submitted
-from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.backends.slurm import CONFIGS
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
-from medarc_rl.jobs.record import JobRecord, State, Status
+from medarc_rl.jobs.log import JobRecord, State, Status
 from medarc_rl.utils import (
     Run,
     check_startable,
@@ -43,7 +43,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import to_toml
 
 DRIVER = "medarc_rl.backends.ray.driver"
-PROBE = "medarc_rl.backends.ray.room"
+PROBE = "medarc_rl.backends.ray.cluster"
 _KEY = re.compile(r"[0-9a-f]{8}")
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 120.0

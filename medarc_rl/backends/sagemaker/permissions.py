@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.backends.sagemaker.aws_calls import Aws
-from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
-from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix, input_channels
-from medarc_rl.backends.sagemaker.request.secret_references import is_parameter, references, resource_of
-from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, with_variables
+from medarc_rl.backends.options import PolicyOptions, with_variables
+from medarc_rl.backends.sagemaker.aws import Aws
+from medarc_rl.backends.sagemaker.training_request import (
+    FileSystem,
+    S3Prefix,
+    input_channels,
+    is_parameter,
+    references,
+    resource_of,
+)
 from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name

@@ -37,7 +37,7 @@ NOT_WAITS = {
     "environments/sandbox/zygotes.py:Zygote._line": "has a deadline",
     "eval/run.py:Evaluation._follow": "logs what it waits for, and ends with the run",
     "inference/vllm/plugin.py:PrimeRoutes._watch": "runs next to the server, and ends with it",
-    "jobs/command.py:wait_for": "the user's own wait: `--timeout` is its limit",
+    "medarc_jobs.py:wait_for": "the user's own wait: `--timeout` is its limit",
     "lm_eval/worker.py:_await_server": "the server is starting; the launcher ends it if the server ends",
     "lm_eval/worker.py:new_steps": "says what it waits for, and ends with the run",
     "launch/nodes/agent.py:orders_from": "carries out orders, and ends with the head of the launch",

@@ -1,4 +1,4 @@
-"""Asks the hub for one repository: `python -m medarc_rl.readiness.lookup model|dataset NAME`.
+"""Asks the hub for one repository: `python -m medarc_rl.checks.lookup model|dataset NAME`.
 
 Prints JSON, or one line on stderr with exit code 1. A process of its own, because a name server that does not answer
 blocks the process that asks.

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from medarc_rl.checks.rows import Row, failed, ok
 from medarc_rl.external import NoAnswer, ask
-from medarc_rl.readiness.rows import Row, failed, ok
 from prime_rl.checks.data_files import find_parts
 from prime_rl.checks.disk import snapshot_in_cache
 from prime_rl.checks.model_files import model_fault
@@ -20,7 +20,7 @@ from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 
 HUB_LIMIT_S = 30.0
 """Seconds for one question to the hub, the start of a Python process included."""
-LOOKUP = "medarc_rl.readiness.lookup"
+LOOKUP = "medarc_rl.checks.lookup"
 
 
 @dataclass(frozen=True, slots=True)

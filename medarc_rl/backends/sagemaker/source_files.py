@@ -1,15 +1,21 @@
-"""Chooses the files of a project that a job gets: all but what the ignore files name, and never a secret."""
+"""The project's files that a job gets: chosen, packed into one archive, unpacked in the job."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import os
 import stat
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from medarc_rl.errors import UsageError
+from medarc_rl.errors import MedarcError, UsageError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -232,3 +238,152 @@ def _too_much(staged: Staged, limit_bytes: int) -> str:
 
 def megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.1f} MB"
+
+
+SOURCE = "source"
+"""Directory of the archive with the project's files."""
+CONFIG = "run.toml"
+"""The resolved config, next to it. Its name tells nothing."""
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    path: Path
+    sha256: str
+    size_bytes: int
+
+
+def pack(target: Path, files: Mapping[str, StagedFile], texts: Mapping[str, str], prefix: str = "") -> Bundle:
+    """Write a `.tar.gz` of files, under `prefix`, and texts.
+
+    Raises:
+        MedarcError: a file cannot be read, or changed its size meanwhile.
+    """
+    with (
+        target.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name, text in sorted(texts.items()):
+            content = text.encode()
+            archive.addfile(_entry(name, len(content), False), io.BytesIO(content))
+        for name, file in sorted(files.items()):
+            _add(archive, f"{prefix}{name}", file)
+    return Bundle(target, sha256_of(target), target.stat().st_size)
+
+
+def _add(archive: tarfile.TarFile, name: str, file: StagedFile) -> None:
+    try:
+        with file.path.open("rb") as reading:
+            size = os.fstat(reading.fileno()).st_size
+            archive.addfile(_entry(name, size, file.is_executable), reading)
+    except OSError as error:
+        # tarfile raises this for a file that got shorter, without a number.
+        raise MedarcError(f"{file.path}: {error.strerror or 'changed while it was read'}") from error
+
+
+def _entry(name: str, size_bytes: int, is_executable: bool) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size = size_bytes
+    entry.mode = 0o755 if is_executable else 0o644
+    return entry
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as reading:
+        while chunk := reading.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def packed(staged: Staged, config: str) -> Iterator[Bundle]:
+    """A job's archive in a directory of its own, which is removed in the end."""
+    with TemporaryDirectory(prefix="medarc-sagemaker-") as scratch:
+        yield pack(Path(scratch) / "source.tar.gz", staged.files, {CONFIG: config}, prefix=f"{SOURCE}/")
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Extract an archive. Entries that would leave `target`, links out of it and devices are refused.
+
+    Raises:
+        MedarcError: it is damaged or holds such an entry.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive, mode="r:gz") as reading:
+            reading.extractall(target, filter="data")
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise MedarcError(f"{archive.name} cannot be unpacked: {' '.join(str(error).split())}") from error
+
+
+JOB_ROOT = "/opt/ml"
+_NAMES = ("name", "path", "directory", "file")
+"""Last parts of keys whose value may be a path without a slash."""
+
+
+def relocated(table: Mapping[str, Any], project: Path, staged: Staged) -> tuple[dict[str, Any], list[str]]:
+    """A config whose absolute paths in the project are relative to it, and one line for each path that is not staged.
+
+    Only whole values are replaced, at their own keys. Hub ids, URLs and paths that exist only in the job stay.
+    """
+    faults: list[str] = []
+    moved: dict[str, Any] = _moved(table, "", project.resolve(), staged, faults)
+    return moved, faults
+
+
+def _moved(value: Any, key: str, project: Path, staged: Staged, faults: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        where = f"{key}." if key else ""
+        return {name: _moved(item, f"{where}{name}", project, staged, faults) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, f"{key}[{at}]", project, staged, faults) for at, item in enumerate(value)]
+    if not isinstance(value, str) or not _may_be_path(key, value):
+        return value
+    try:
+        path = project / value
+        if not path.exists():
+            return value
+        # Not resolved: a link in the project is staged under its own name.
+        name = _name_in(project, path)
+    except (OSError, ValueError):  # too long, or with a zero byte
+        return value
+    faults.extend(_path_faults(key, value, name, path, staged))
+    return name if name is not None and value.startswith("/") else value
+
+
+def _may_be_path(key: str, value: str) -> bool:
+    if not value or value in (".", "/") or "://" in value or value.startswith(f"{JOB_ROOT}/"):
+        return False
+    last = key.rpartition(".")[2].partition("[")[0]
+    return "/" in value or "." in value or last in _NAMES
+
+
+def _name_in(project: Path, path: Path) -> str | None:
+    for place in (path, path.resolve()):
+        if place.is_relative_to(project) and ".." not in place.parts:
+            return place.relative_to(project).as_posix()
+    return None
+
+
+def _path_faults(key: str, value: str, name: str | None, path: Path, staged: Staged) -> Iterator[str]:
+    if name is None:
+        yield (
+            f"{key} = {value}: outside of the project, so the job does not have it; copy it there, or upload it and "
+            f"give --input NAME=s3://… ({JOB_ROOT}/input/data/NAME in the job)"
+        )
+    elif missing := _first_missing(name, path, staged):
+        yield f"{key} = {value}: an ignore file leaves {missing} out of the job; add --include {name}"
+
+
+def _first_missing(name: str, path: Path, staged: Staged) -> str | None:
+    """A file of the path that is not staged. A model without its weights would be found missing only in the job."""
+    if name == ".":
+        return None
+    if not path.is_dir():
+        return None if name in staged.files else name
+    files = sorted(child.relative_to(path).as_posix() for child in path.rglob("*") if child.is_file())
+    expected = [f"{name}/{file}" for file in files if not is_never_staged(file)]
+    return next((file for file in expected if file not in staged.files), None)
