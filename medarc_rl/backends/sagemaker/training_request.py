@@ -1,4 +1,4 @@
-"""The CreateTrainingJob request of a run, from options, and the rules that SageMaker itself checks only after an upload."""
+"""The CreateTrainingJob request of a run, and the rules that SageMaker itself checks only after an upload."""
 
 from __future__ import annotations
 
