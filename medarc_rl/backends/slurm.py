@@ -19,7 +19,7 @@ from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 Runtime = Literal["apptainer", "pyxis"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
