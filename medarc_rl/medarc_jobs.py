@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from medarc_rl.backends.backend import tracker
+from medarc_rl.backends.backend import backend
 from medarc_rl.cli import add_command_without_config, new_app, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import LAST, JobLog, JobRecord, State, Status
@@ -177,7 +177,7 @@ def logs(options: LogsOptions) -> int:
     record = log.find(options.job)
     if options.follow and (before := asked_status(log, record)).state == "queued":
         sys.stderr.write(f"{printable(f'{record.name} is queued: {before.detail}'.removesuffix(': '))}\n")
-    found = tracker(record.backend).logs(record, options.follow)
+    found = backend(record.backend).logs(record, options.follow)
     try:
         for line in found if options.tail is None else _last(found, options.tail):
             sys.stdout.write(f"{visible(line, _MAX_LINE_CHARS)}\n")
@@ -200,7 +200,7 @@ def cancel(options: CancelOptions) -> int:
             before = asked_status(log, record)
             if before.has_ended:
                 raise MedarcError(f"{record.name} ({record.id}) has ended already: {before.state}")
-            tracker(record.backend).cancel(record)
+            backend(record.backend).cancel(record)
             log.save(record.with_cancelling())
             say(printable(f"cancelled: {record.name} ({record.backend} {record.id})"))
         except MedarcError as error:
@@ -255,7 +255,7 @@ def asked_status(log: JobLog, record: JobRecord) -> Status:
     known = record.last_status
     if known is not None:
         return known
-    found = tracker(record.backend).status(record)
+    found = backend(record.backend).status(record)
     record = log.latest(record)
     if found.state == "unknown" and record.cancelled:
         found = Status("cancelled")

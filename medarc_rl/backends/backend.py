@@ -1,4 +1,8 @@
-"""What a back-end does with a job: check it, submit it, and tell later what became of it."""
+"""The protocol of back-ends: what each does with a job, from the request to the end, and the back-ends by name.
+
+A submission takes four values: a `Request` (what the user asked for), a `Prepared` (a job that passed all checks), a
+`Submitted` (how the back-end calls it) and the job log's `JobRecord`, with which a `Tracker` finds it again later.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,31 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from medarc_rl.backends.options import KubernetesOptions, RayOptions, SageMakerOptions
-from medarc_rl.deployment import GpuSplit
+from medarc_rl.backends.options import KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.log import JobRecord, Status
-from medarc_rl.utils import OwnedKeys, Run, load_run
+
+if TYPE_CHECKING:
+    from medarc_rl.deployment import GpuSplit
+    from medarc_rl.utils import OwnedKeys, Run
+    from prime_rl.configs.areal.launched import Launcher
 
 Kind = Literal["sft", "rl", "eval"]
+
+LAUNCHERS: Mapping[str, str] = {
+    "sft": "medarc_rl.launchers.sft_local",
+    "rl": "medarc_rl.launchers.rl_local",
+    "eval": "prime_rl.entrypoints.eval",
+}
+"""The module that starts each kind of run on one node. It chooses GPUs, ports and scratch directories there."""
+CONFIGS: Mapping[str, str] = {"sft": "trainer", "rl": "rl", "eval": "eval"}
+"""Name of the resolved config in `OUT/configs` that the launcher reads."""
+RAY_DRIVER = "medarc_rl.backends.ray.driver"
+"""The module that runs a job on a Ray cluster: of `--to ray`, of KubeRay, and of SageMaker on several hosts."""
+STOPS_ITSELF = "this Ray job stops itself, so that nothing starts it again"
+"""A line of the Ray driver's output. It tells a run that was refused from a job that somebody stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +62,50 @@ class Request:
     """Keys of the config that the command's options set."""
     options: Any = None
     """The command's options: an instance of the back-end's own class of options."""
+    program: str = "medarc_submit"
+    """The command that the user typed, for the job log."""
 
-    def load(self, output_dir: Path | None = None, owned: OwnedKeys | None = None) -> Run[Any]:
-        """Load the config, with this directory of the run. Raises UsageError, one line for each fault."""
+    @property
+    def single_gpu(self) -> bool:
+        return self.split is not None and self.split.single_gpu
+
+    def load(
+        self, launcher: Launcher, output_dir: Path | None = None, owned: OwnedKeys | None = None, submits: bool = False
+    ) -> Run[Any]:
+        """Load the config, with this directory of the run.
+
+        Args:
+            launcher: what starts the run. A config that names another one is refused.
+            output_dir: the run's directory. None leaves it to the config.
+            owned: more keys that the back-end sets.
+            submits: whether the config's `[slurm]` table counts.
+
+        Raises:
+            UsageError: one line for each fault.
+        """
+        # Imported here: the commands of the job log load no config, and would wait for these imports.
+        from medarc_rl.utils import load_run, refuse_other_launcher
         from prime_rl.configs.eval import OfflineEvalConfig
         from prime_rl.configs.rl import RLConfig
         from prime_rl.configs.sft import SFTConfig
 
         config_cls: Any = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}[self.kind]
-        return load_run(config_cls, self.words, self.kind, output_dir, {**self.owned, **(owned or {})})
+        run = load_run(config_cls, self.words, self.kind, output_dir, {**self.owned, **(owned or {})}, submits)
+        if self.kind != "eval":  # an evaluation runs on one node and names no launcher
+            refuse_other_launcher(run.config, launcher, self.words)
+        return run
+
+    def gpus_of_node(self, config: Any) -> int:
+        """GPUs that the run takes on each of its nodes. An evaluation takes those that were asked for.
+
+        Raises:
+            UsageError: a node does not have as many.
+        """
+        from medarc_rl.deployment import gpus_of_nodes
+
+        if self.kind == "eval" or self.gpus == 0:
+            return self.gpus or 0
+        return max(gpus_of_nodes(config, self.single_gpu))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +118,8 @@ class Prepared:
     """What `--dry-run` prints: exactly what would be sent."""
     details: Mapping[str, str] = field(default_factory=dict)
     """For the job log: what the back-end needs to find the job again. No secret."""
+    is_dry_run: bool = False
+    """Whether the config asks for a dry run."""
     run_here: Callable[[], int] | None = None
     """Runs the job on this machine instead, and returns its exit code. None: it is submitted and recorded."""
     wait_shows_output: bool = False
@@ -74,16 +131,20 @@ class Submitted:
     """A job that a back-end has taken."""
 
     id: str
-    """How the back-end calls it."""
+    """How the back-end calls it. Empty if the back-end did not say: such a job is not recorded."""
     details: Mapping[str, str] = field(default_factory=dict)
     """For the job log, besides those of `Prepared`: what was not known before. No secret."""
+    lines: Sequence[str] = ()
+    """For the user, in place of `submitted to BACKEND: ID`."""
+    fault: str = ""
+    """Why the submission failed all the same, which is reported once the job is recorded."""
 
 
 PreparedT = TypeVar("PreparedT", bound=Prepared)
 
 
 class Tracker(Protocol):
-    """Looks after jobs that were submitted. Each call has a time limit of its own."""
+    """Looks after jobs that were submitted. Each call has a time limit."""
 
     def status(self, record: JobRecord) -> Status:
         """What became of a job. `unknown` if the back-end does not know it any more.
@@ -119,6 +180,7 @@ class Backend(Tracker, Protocol[PreparedT]):
 
 
 OPTIONS: Mapping[str, type] = {
+    "slurm": SlurmOptions,
     "kubernetes": KubernetesOptions,
     "ray": RayOptions,
     "sagemaker": SageMakerOptions,
@@ -126,28 +188,18 @@ OPTIONS: Mapping[str, type] = {
 """What `medarc_submit --to` takes, and the options of each. A common base class has those of several back-ends."""
 
 _CLASSES = {
-    "slurm": "medarc_rl.backends.slurm_queue:SlurmJobs",
+    "slurm": "medarc_rl.backends.slurm:Slurm",
     "ray": "medarc_rl.backends.ray.ray_jobs:RayJobs",
     "kubernetes": "medarc_rl.backends.kubernetes.cluster:Kubernetes",
     "sagemaker": "medarc_rl.backends.sagemaker.training_jobs:SageMaker",
 }
-"""Module and class of each back-end. The class is made without arguments."""
+"""Module and class of each back-end, imported only when it is used. The class is made without arguments."""
 
 
 def backend(name: str) -> Backend[Any]:
-    """A back-end that `--to` names."""
-    found: Backend[Any] = _made(name)
-    return found
-
-
-def tracker(name: str) -> Tracker:
-    """The back-end of a recorded job. Raises UsageError for one that this version does not have."""
-    found: Tracker = _made(name)
-    return found
-
-
-def _made(name: str) -> Any:
+    """A back-end by its name in `--to` or in the job log. Raises UsageError for one that this version does not have."""
     if name not in _CLASSES:
         raise UsageError(f"back-end {name!r}: this version knows {', '.join(_CLASSES)}")
     module, _, cls = _CLASSES[name].partition(":")
-    return getattr(importlib.import_module(module), cls)()
+    found: Backend[Any] = getattr(importlib.import_module(module), cls)()
+    return found

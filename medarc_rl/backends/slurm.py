@@ -1,28 +1,80 @@
-"""Decides the values of a Slurm batch script, which the templates print.
+"""The Slurm back-end: plans a batch job, checks it, writes its config and script, and submits it.
 
-A script mixes three syntaxes. The body is bash (`sh_quote`). sbatch reads the header, and understands `"` and `\\` but
-no other shell syntax (`header_word`). The name of the log is a `%` pattern (`log_pattern`).
+The script wraps one launcher, which plans the run's processes on the node. It mixes three syntaxes. The body is bash
+(`sh_quote`). sbatch reads the header, and understands `"` and `\\` but no other shell syntax (`header_word`). The name
+of the log is a `%` pattern (`log_pattern`). Templates in `slurm_templates` print the values and decide nothing.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
 import shlex
+import stat
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Any
 
-from typer import Option
-
-from medarc_rl.errors import HeaderError, UsageError
+from medarc_rl.backends.backend import CONFIGS, LAUNCHERS, Prepared, Request, Submitted
+from medarc_rl.backends.options import (
+    MAX_REQUEUES,
+    NODE_GPUS,
+    RUNTIMES,
+    SHORTEST_TIME_WITH_LEAD_S,
+    STOP_LEAD_S,
+    Runtime,
+    SlurmOptions,
+    SlurmRequest,
+)
+from medarc_rl.backends.slurm_queue import LOG, SlurmQueue
+from medarc_rl.cli import say, warn
+from medarc_rl.deployment import advice, check_rl, gpus_of_nodes
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.utils import (
+    Run,
+    check_startable,
+    maybe_autoset_auth_env,
+    prepare_directory,
+    reporting_directory_errors,
+    write_components,
+)
+from prime_rl.configs.shared import SlurmConfig
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
+from prime_rl.utils.files import replacing_file
 
-Runtime = Literal["apptainer", "pyxis"]
-RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+_CONDITION = r"(?:after(?:ok|notok|any|corr)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
+_DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
+"""After commas, all conditions must hold; after question marks, one. `after:1+5` is five minutes after job 1 began."""
+_ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
+"""sbatch's `--array`, abbreviated, or as `-a` after other letters."""
+_NO_REQUEUE = re.compile(r"--no-r")
+"""sbatch's `--no-requeue`, abbreviated."""
+_LOG = re.compile(r"--(?:ou|er)|-[HhIkOQsvWX]*[oe]")
+"""sbatch's `--output` and `--error`, in the same ways."""
+_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "--gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
+    "--mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "--requeue": ("REQUEUE", "NO_REQUEUE"),
+    "--time": ("TIMELIMIT",),
+}
+"""Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
+_OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
+NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
+OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
+_WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
+"""What sbatch says, with `--parsable` too. A cluster's own words, about a budget say, may stand before it."""
+_ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,100 +115,6 @@ def _itself(path: Path) -> str:
     return f"{path}:{path}"
 
 
-LAUNCHERS = {"sft": "medarc_rl.launchers.sft_local", "rl": "medarc_rl.launchers.rl_local"}
-CONFIGS = {"sft": "trainer", "rl": "rl"}
-"""Name of the resolved config in `OUT/configs` that the launcher reads."""
-
-
-def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
-    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
-
-    Its config is that of the run, or the one in `queued`.
-
-    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
-    """
-    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
-    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
-    return Job(command, paths, (launcher,), resources)
-
-
-NODE_GPUS = 8
-STOP_LEAD_S = 120
-"""Seconds before its time limit at which a job is asked to save and stop, unless `--signal-before` says otherwise."""
-MAX_REQUEUES = 20
-_SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
-_CONDITION = r"(?:after(?:ok|notok|any|corr)?(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+|singleton)"
-_DEPENDENCY = re.compile(rf"{_CONDITION}(?:(?:,{_CONDITION})*|(?:\?{_CONDITION})*)", re.ASCII)
-"""After commas, all conditions must hold; after question marks, one. `after:1+5` is five minutes after job 1 began."""
-_ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
-"""sbatch's `--array`, abbreviated, or as `-a` after other letters."""
-_NO_REQUEUE = re.compile(r"--no-r")
-"""sbatch's `--no-requeue`, abbreviated."""
-_LOG = re.compile(r"--(?:ou|er)|-[HhIkOQsvWX]*[oe]")
-"""sbatch's `--output` and `--error`, in the same ways."""
-_VARIABLES: Mapping[str, tuple[str, ...]] = {
-    "--gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
-    "--mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
-    "--requeue": ("REQUEUE", "NO_REQUEUE"),
-    "--time": ("TIMELIMIT",),
-}
-"""Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
-_OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
-NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
-OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
-_WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmRequest:
-    """Options for Slurm, apart from GPUs, on the command line and in the script's header.
-
-    None prints nothing and leaves the choice to the cluster.
-    """
-
-    account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
-    time: Annotated[str | None, Option(help="Time limit, as in 90 (minutes), 2:30:00 or 1-12 (days-hours).")] = None
-    partition: Annotated[str | None, Option(help="Partition.")] = None
-    qos: Annotated[str | None, Option(help="Quality of service.")] = None
-    mem: Annotated[str | None, Option(help="Memory of the node, as in 200G.")] = None
-    constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
-    nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
-    exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
-    dependency: Annotated[
-        str | None, Option(help="Start after other jobs, as in afterany:123. --resume auto continues what they saved.")
-    ] = None
-    requeue: Annotated[
-        bool,
-        Option(
-            "--requeue", help="Save before the time limit, requeue the job and continue, until the run is complete."
-        ),
-    ] = False
-    max_requeues: Annotated[
-        int, Option(min=1, max=1000, help="How often the job starts again, for whatever reason, before it ends itself.")
-    ] = MAX_REQUEUES
-    signal_before: Annotated[
-        int | None,
-        Option(
-            min=30,
-            max=65535,
-            help="Seconds before the time limit at which the run saves and stops: longer than a step and a save. "
-            f"By default {STOP_LEAD_S}, without --requeue from {_SHORTEST_TIME_WITH_LEAD_S // 60} minutes on.",
-        ),
-    ] = None
-    # Last in the header, so that it wins over all others.
-    sbatch_arg: Annotated[
-        list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
-    ] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Raises UsageError for an option that would have no effect."""
-        if self.max_requeues != MAX_REQUEUES and not self.requeue:
-            raise UsageError(f"--max-requeues {self.max_requeues} has an effect only with --requeue: add it")
-
-
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """A job, and how Slurm runs it."""
@@ -184,7 +142,9 @@ class BatchJob:
     request: SlurmRequest = field(default_factory=SlurmRequest)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a job that could not continue after a requeue, or not start."""
+        """Raises UsageError for a job that could not start, or not continue after a requeue."""
+        if self.request.max_requeues != MAX_REQUEUES and not self.request.requeue:
+            raise UsageError(f"--max-requeues {self.request.max_requeues} has an effect only with --requeue: add it")
         if self.request.requeue and not self.checkpoints:
             raise UsageError("--requeue needs checkpoints to continue from: add a [ckpt] table, or --ckpt.interval N")
         if self.request.requeue and self.container is not None:
@@ -229,6 +189,243 @@ class BatchJob:
         return self.container.wrap(argv, self.project_dir, (self.project_dir, self.paths.root, self.hf_cache_dir))
 
 
+def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
+    """Load the config and decide everything that the script contains. Writes nothing.
+
+    Raises:
+        UsageError: one line for each fault.
+    """
+    if request.kind == "eval":
+        raise UsageError("--to slurm: takes sft and rl; run an evaluation with `medarc_train eval` in a job of yours")
+    if request.gpus == 0:
+        raise UsageError("--gpus 0: a Slurm job asks for GPUs, also on a node that computes on CPUs; leave it out")
+    output_dir = None if request.output_dir is None else Path(request.output_dir)
+    run = request.load("slurm", output_dir, submits=True)
+    if request.kind == "rl":
+        check_rl(run.config, request.split)
+        for line in [] if request.split is None else advice(run.config, request.split):
+            warn(line)
+    options, template = with_slurm_section(request.options, request.name, run.config.slurm)
+    project_dir = options.project_dir.absolute()
+    if not project_dir.is_dir():
+        raise UsageError(f"--project-dir {project_dir}: no such directory")
+    if options.setup is not None and not options.setup.is_file():
+        raise UsageError(f"--setup {options.setup}: no such file")
+    if options.dependency is not None:
+        check_dependency(options.dependency)
+        if run.config.clean_output_dir:
+            raise UsageError(
+                "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"
+            )
+    queued = next_queued(run.paths) if options.dependency is not None else None
+    hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
+    gpus, deployment = gpus_of_nodes(run.config, request.single_gpu), run.config.deployment
+    job = BatchJob(
+        # All nodes of a job have the same number of GPUs.
+        job=launcher_job(request.kind, run.paths, Resources(len(gpus), gpus[0]), queued),
+        name=options.job_name or f"{run.stem}-{request.kind}",
+        cpus_per_gpu=options.cpus_per_gpu,
+        project_dir=project_dir,
+        hf_cache_dir=Path(hf_cache_dir).absolute(),
+        hf_hub_offline=options.hf_hub_offline,
+        single_gpu=request.single_gpu,
+        checkpoints=bool(run.checkpoints),
+        setup=options.setup.absolute() if options.setup is not None else None,
+        container=container_of(options),
+        queued=queued,
+        template=template,
+        infer_nodes=deployment.num_infer_nodes if request.kind == "rl" and deployment.type == "multi_node" else 0,
+        request=options,
+    )
+    return job, run
+
+
+def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
+    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
+
+    Its config is that of the run, or the one in `queued`.
+
+    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
+    """
+    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
+    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
+    return Job(command, paths, (launcher,), resources)
+
+
+def with_slurm_section(
+    options: SlurmOptions, name: str | None, section: SlurmConfig | None
+) -> tuple[SlurmOptions, Path | None]:
+    """The options, with what only the environment or `[slurm]` says, and the script's template. None takes our own.
+
+    Raises:
+        UsageError: there is no such template.
+    """
+    account = next(filter(None, (options.account, *map(os.environ.get, _ACCOUNT_VARIABLES))), None)
+    options = replace(options, account=account, job_name=options.job_name or name)
+    if section is None:
+        return options, None
+    said = section.model_fields_set
+    template = section.template_path
+    if template is not None and not template.is_file():
+        raise UsageError(f"slurm.template_path {template}: no such file")
+    changes: dict[str, Any] = {
+        "job_name": options.job_name or (section.job_name if "job_name" in said else None),
+        "partition": options.partition or (section.partition if "partition" in said else None),
+        "project_dir": section.project_dir if options.project_dir == Path() else options.project_dir,
+    }
+    return replace(options, **changes), template
+
+
+def container_of(options: SlurmOptions) -> Container | None:
+    """Raises UsageError for a runtime that is not known."""
+    runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
+    if runtime is None:
+        raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
+    if not options.container:
+        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
+        if options.container is not None or options.container_mount:
+            raise UsageError("--container: name an image, or leave it and --container-mount out")
+        return None
+    return Container(options.container, runtime, tuple(options.container_mount))
+
+
+def next_queued(paths: RunPaths) -> RunPaths:
+    """Where the next job of a chain keeps its script and config."""
+    return next(queued for number in itertools.count(1) if not (queued := paths.queued(number)).root.exists())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatchJob(Prepared):
+    """A job whose config and script are written."""
+
+    job: BatchJob
+    run: Run[Any]
+    env: Mapping[str, str]
+    """The environment to submit with, perhaps with the user's token of the hub."""
+
+
+class Slurm(SlurmQueue):
+    """Implements `Backend`."""
+
+    def prepare(self, request: Request) -> PreparedBatchJob:
+        """Check the run and the cluster, then write config and script. A dry run asks no cluster and writes them, too.
+
+        Raises:
+            MedarcError: something that the job needs is not there.
+        """
+        options: SlurmOptions = request.options
+        job, run = plan(request)
+        dry_run = request.options.dry_run or run.config.dry_run
+        with files_readable_by(run.config.file_access):
+            check_startable(run, dry_run, job.project_dir, waits=job.queued is not None)
+            env = dict(os.environ)
+            for line in maybe_autoset_auth_env(env, options.auto_auth and not dry_run):
+                say(line)
+            if options.check and not dry_run and not passes_checks(job, run, env):
+                raise MedarcError("nothing was submitted: see FAILED above, or submit all the same with --no-check")
+            write_job(job, run, dry_run)
+        return PreparedBatchJob(
+            name=job.name,
+            output=str(job.paths.root),
+            text=" ".join(map(sh_quote, sbatch_argv(job))),
+            is_dry_run=dry_run,
+            job=job,
+            run=run,
+            env=env,
+        )
+
+    def submit(self, prepared: PreparedBatchJob) -> Submitted:
+        """Call sbatch.
+
+        Raises:
+            MedarcError: there is no `sbatch`, or it refuses the script.
+        """
+        job = prepared.job
+        stays = f"nothing was submitted; the script stays: {job.script}"
+        argv, env = sbatch_argv(job), sbatch_env(prepared.env, job)
+        try:
+            # Slurm gives the job this process's umask.
+            with files_readable_by(prepared.run.config.file_access):
+                answer = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            complaint = "not found: submit where Slurm is, or run here with medarc_train" if absent else error.strerror
+            raise MedarcError(f"sbatch: {complaint}", stays) from error
+        said, complained = (answer.stdout or "").strip(), (answer.stderr or "").strip()
+        found = _SUBMITTED.search(said)
+        if answer.returncode != 0 and found is None:
+            raise MedarcError(*(complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]), stays)
+        for line in complained.splitlines():
+            warn(line)
+        # With a number, the job is in the queue, and sbatch has waited for its end (`--sbatch-arg=--wait`).
+        fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
+        if found is None:
+            warn("sbatch did not say the number of the job, so it is not in the job log")
+            return Submitted("", lines=[said])
+        log = log_file(job.paths, found[1])
+        lines = [said, f"log: {log}"]
+        return Submitted(found[1], {LOG: str(log)}, lines, fault if answer.returncode != 0 else "")
+
+
+def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
+    """Print the table of what the job needs. Returns whether all of it is there."""
+    # Imported here: a dry run asks nobody.
+    from medarc_rl.checks.job import can_start, job_rows
+    from medarc_rl.checks.rows import as_table, table
+
+    rows = list(job_rows(run.config, job, env))
+    for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):
+        say(line)
+    return can_start(rows)
+
+
+def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
+    """Write config and script."""
+    script = render(job)
+    if run.config.clean_output_dir and not dry_run:
+        prepare_directory(run)
+    component, place = CONFIGS[job.command], job.queued or run.paths
+    if job.queued is not None:
+        with reporting_directory_errors():
+            # Another submission may have taken the number meanwhile.
+            job.queued.root.mkdir(parents=True)
+    write_components(replace(run, paths=place), {component: run.config}, dry_run)
+    with reporting_directory_errors():
+        run.paths.slurm.mkdir(parents=True, exist_ok=True)
+        with replacing_file(job.script) as scratch:
+            scratch.write_text(script, encoding="utf-8")
+            scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
+    say(f"config: {place.config(component)}")
+    say(f"script: {job.script}")
+
+
+def sbatch_argv(job: BatchJob) -> list[str]:
+    """The command that submits the script. It does not repeat options of the script's header."""
+    pattern = log_pattern(job.paths)
+    log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
+    return ["sbatch", *log, str(job.script)]
+
+
+def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
+    """The environment to submit a job with.
+
+    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
+    a job that this process is part of would pass on: its array, how often it has started and how often it may.
+
+    Raises:
+        UsageError: the environment makes each job an array; or see `header`.
+    """
+    if array := env.get("SBATCH_ARRAY_INX"):
+        raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
+    options = [option.partition("=")[0] for option in header(job)]
+    dropped = {f"SBATCH_{name}" for option in options for name in _variables(option)} | _OF_A_JOB
+    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
+
+
+def _variables(option: str) -> tuple[str, ...]:
+    return _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
+
+
 def sh_quote(value: object) -> str:
     """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
     text = str(value)
@@ -242,14 +439,16 @@ def header_word(option: str, value: str) -> str:
     """`option=value` as sbatch reads it from a script's header.
 
     Raises:
-        HeaderError: the header cannot contain the value, for example because of a line break.
+        UsageError: the header cannot contain the value, for example because of a line break.
     """
     return f"{option}={_header_quote(option, value)}"
 
 
 def _header_quote(option: str, value: str) -> str:
     if _CONTROL.search(value) or not _is_utf8(value):
-        raise HeaderError(option, value)
+        raise UsageError(
+            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
+        )
     if _PLAIN_HEADER.fullmatch(value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -369,7 +568,7 @@ def _warning(request: SlurmRequest) -> Iterator[str]:
     # SIGTERM may also mean that the job is cancelled, which a job must not answer with its requeue.
     if request.requeue:
         yield f"--signal=B:USR2@{lead_s}"
-    elif request.signal_before or (limit_s is not None and limit_s >= _SHORTEST_TIME_WITH_LEAD_S):
+    elif request.signal_before or (limit_s is not None and limit_s >= SHORTEST_TIME_WITH_LEAD_S):
         yield f"--signal=B:TERM@{lead_s}"
 
 
@@ -423,30 +622,3 @@ def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
         "num_infer_nodes": job.infer_nodes,
         "num_teacher_nodes": 0,
     }
-
-
-def sbatch_argv(job: BatchJob) -> list[str]:
-    """The command that submits the script. It does not repeat options of the script's header."""
-    pattern = log_pattern(job.paths)
-    log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
-    return ["sbatch", *log, str(job.script)]
-
-
-def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
-    """The environment to submit a job with.
-
-    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
-    a job that this process is part of would pass on: its array, how often it has started and how often it may.
-
-    Raises:
-        UsageError: the environment makes each job an array; or see `header`.
-    """
-    if array := env.get("SBATCH_ARRAY_INX"):
-        raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
-    options = [option.partition("=")[0] for option in header(job)]
-    dropped = {f"SBATCH_{name}" for option in options for name in _variables(option)} | _OF_A_JOB
-    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
-
-
-def _variables(option: str) -> tuple[str, ...]:
-    return _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medarc_rl.backends.slurm import CONFIGS
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
@@ -125,7 +124,7 @@ _WORDS = {
 _NOTHING = ("", "None", "(null)", "Unknown", "N/A", "0:0")
 
 
-class SlurmJobs:
+class SlurmQueue:
     """Implements `Tracker`."""
 
     def status(self, record: JobRecord) -> Status:
@@ -223,7 +222,7 @@ def refuse_if_queued(paths: RunPaths, submits: bool, env: Mapping[str, str] = os
     Raises:
         UsageError: such a job waits or runs. This process's own job does not count.
     """
-    scripts = [script for command in CONFIGS if (script := paths.batch_script(command)).exists()]
+    scripts = [script for command in ("sft", "rl") if (script := paths.batch_script(command)).exists()]
     if not scripts or shutil.which("squeue") is None:
         return
     try:

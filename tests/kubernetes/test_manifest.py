@@ -19,7 +19,7 @@ from medarc_rl.backends.kubernetes.cluster import manifest_of, to_yaml
 from medarc_rl.backends.kubernetes.manifest import ClusterJob
 from medarc_rl.backends.kubernetes.request import MAX_JOB_NAME, image_fault, job_name, label_fault
 from medarc_rl.backends.ray import driver
-from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.deployment import device_of, gpus_of_nodes
 from prime_rl.configs.ranges import AUTO
 from prime_rl.configs.rl import RLConfig
 from prime_rl.utils.pydantic_config import load_config, parse_argv_or_exit
@@ -267,7 +267,7 @@ def test_a_ray_cluster_has_what_the_driver_asks_for(
     assert given[:2] == ["@", f"/etc/medarc/{kind}.toml"]
     parsed = parse_argv_or_exit(driver.ROOTS[kind], argv=["@", str(mounted), *given[2:]])
     on_gpus = device_of(parsed) != "cpu"
-    assert [count * on_gpus for count in gpus_of(parsed, options.single_gpu)] == [gpus] * pods
+    assert [count * on_gpus for count in gpus_of_nodes(parsed, options.single_gpu)] == [gpus] * pods
     assert (str(parsed.output_dir), parsed.ckpt.resume_step) == ("/output/rt", AUTO)
     assert (parsed.launcher == "ray") == (pods > 1)
 

@@ -19,10 +19,10 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 
 from s3_server import Proxy
 
+from medarc_rl.backends.backend import LAUNCHERS
 from medarc_rl.backends.sagemaker.aws import Aws
 from medarc_rl.backends.sagemaker.docker import LocalContainer
 from medarc_rl.backends.sagemaker.job.in_job import (
-    MODULES,
     JobInputs,
     MlPaths,
     child_env,
@@ -214,7 +214,7 @@ def test_a_checkout_runs_its_own_code(tmp_path: Path) -> None:
 def test_the_launchers_exist() -> None:
     import importlib.util
 
-    assert all(importlib.util.find_spec(module) is not None for module in MODULES.values())
+    assert all(importlib.util.find_spec(module) is not None for module in LAUNCHERS.values())
 
 
 def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:

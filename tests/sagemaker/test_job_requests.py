@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
 
+from medarc_rl import deployment
 from medarc_rl.backends.backend import Request
-from medarc_rl.backends.ray import demands
 from medarc_rl.backends.sagemaker.training_jobs import gpu_faults
 from medarc_rl.backends.sagemaker.training_request import (
     FileSystem,
@@ -117,7 +117,7 @@ def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
     request = Request(kind="sft", words=(), config="", name=None, output_dir=None, nodes=1)
     (fault,) = gpu_faults(request, config, "ml.g5.2xlarge")
     assert fault.endswith("has 1 GPU, and the run takes 2; take ml.g5.12xlarge")
-    assert demands.gpus_of(config, single_gpu=False) == [2], "on Ray, too"
+    assert deployment.gpus_of_nodes(config, single_gpu=False) == [2], "on Ray, too"
 
 
 REFUSED = {

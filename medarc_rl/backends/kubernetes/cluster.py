@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from medarc_rl.backends.backend import Prepared, Request, Submitted
+from medarc_rl.backends.backend import STOPS_ITSELF, Prepared, Request, Submitted
 from medarc_rl.backends.kubernetes.manifest import (
     CONTAINER,
     JOB_LABEL,
@@ -26,7 +26,6 @@ from medarc_rl.backends.kubernetes.manifest import (
     rayjob,
 )
 from medarc_rl.backends.kubernetes.request import cluster_job, uses_ray
-from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from medarc_rl.backends.backend import Request
+from medarc_rl.backends.backend import RAY_DRIVER, Request
 from medarc_rl.backends.kubernetes.manifest import CONFIG_DIR, DOWNLOAD_LIMIT_S, OUTPUT_DIR, START_LIMIT_S, ClusterJob
 from medarc_rl.backends.options import VARIABLE, KubernetesOptions, pairs, plain_variables
 from medarc_rl.cli import warn
-from medarc_rl.deployment import check_rl, frozen_gpus, sft_gpus
+from medarc_rl.deployment import check_rl
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.redaction import redacted
-from medarc_rl.utils import OwnedKeys, Run, refuse_other_launcher
+from medarc_rl.utils import OwnedKeys, Run
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.storage.staging import has_s3_names
 from prime_rl.utils.pydantic_config.dump import to_toml
@@ -130,8 +130,6 @@ def tolerations(options: Sequence[str], faults: list[str]) -> list[dict[str, str
 
 MAX_CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, its own metadata included."""
-RAY_ENTRY = "medarc_rl.backends.ray.driver"
-"""What a RayJob runs on the head of its cluster."""
 MAX_FILE_NAME_BYTES = 255
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 
@@ -152,8 +150,9 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
     if request.nodes > 1:
         owned = {**owned, "launcher": "ray"}
     try:
-        run = request.load(Path(output), owned)
-        _check_launch(request, options, run)
+        run = request.load("ray" if uses_ray(request, options) or request.nodes > 1 else "local", Path(output), owned)
+        if request.split is not None and not uses_ray(request, options):
+            check_rl(run.config, request.split)  # the command in the pod would refuse it
     except UsageError as error:
         raise UsageError(*faults, *error.faults) from error
     gpus = _gpus(request, run, faults)
@@ -241,14 +240,6 @@ def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str
         yield "--engine ray: an evaluation runs on one node, with --engine jobset"
 
 
-def _check_launch(request: Request, options: KubernetesOptions, run: Run[Any]) -> None:
-    """Raises UsageError for a config that the command in the pod would refuse."""
-    if request.kind != "eval" and request.nodes == 1:
-        refuse_other_launcher(run.config, "ray" if uses_ray(request, options) else "local", request.words)
-    if request.split is not None and not uses_ray(request, options):
-        check_rl(run.config, request.split)
-
-
 def _output(request: Request, options: KubernetesOptions, name: str, faults: list[str]) -> tuple[str, str]:
     """Where a run is kept, and its directory in the pod, which is the same with a claim."""
     given = request.output_dir
@@ -275,11 +266,7 @@ def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
         return 0
     if request.gpus == 0 and device == "cuda":
         faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
-    if request.split is not None:
-        return request.split.total + frozen_gpus(run.config)
-    if request.kind == "sft" and request.gpus != 0:
-        return sft_gpus(run.config)
-    return int(run.config.deployment.gpus_per_node if request.gpus is None else request.gpus)
+    return request.gpus_of_node(run.config)
 
 
 def _cpus(options: KubernetesOptions, gpus: int) -> str:
@@ -323,7 +310,7 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
         # CPU runs would fit into one pod.
         apart = ["--strategy", "spread"] if request.nodes > 1 else []
         # A fault of the config would come again, and KubeRay does not look at exit codes.
-        driver = ["python", "-m", RAY_ENTRY, "--address", "auto", "--stop-if-refused", *apart, *single]
+        driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *single]
         return [*driver, request.kind, "@", file, *place, *resume]
     shape: list[str] = []
     if split is not None:

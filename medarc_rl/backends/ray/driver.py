@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from medarc_rl.backends.backend import LAUNCHERS, STOPS_ITSELF
 from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
-from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -35,8 +36,6 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
-STOPS_ITSELF = "this Ray job stops itself, so that nothing starts it again"
-"""In the job's output, by which its status is told from a job that somebody else stopped."""
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _LIMIT_S = 60.0
 """Seconds until the signal must have come."""
@@ -72,11 +71,6 @@ def stop_own_job() -> None:
 
 
 ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
-LAUNCHERS = {
-    "sft": "medarc_rl.launchers.sft_local",
-    "rl": "medarc_rl.launchers.rl_local",
-    "eval": "prime_rl.entrypoints.eval",
-}
 LAUNCHER = "launcher"
 REFUSED = 2
 """Exit code of a launcher whose run cannot be started as configured."""
@@ -134,7 +128,7 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             _end_on_signals()
             if options.address is not None and not asks_for_token():
                 _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
-            bundles = bundles_for(gpus_of(config, options.single_gpu), device_of(config))
+            bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for seat in cluster.seats:
                     _say(f"{seat.name} ({seat.address}): {_gpu_words(seat.gpus)}")

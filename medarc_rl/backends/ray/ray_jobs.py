@@ -21,10 +21,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from medarc_rl.backends.backend import Prepared, Request, Submitted
-from medarc_rl.backends.ray.demands import device_of, gpus_of
-from medarc_rl.backends.slurm import CONFIGS
+from medarc_rl.backends.backend import CONFIGS, RAY_DRIVER, Prepared, Request, Submitted
 from medarc_rl.cli import warn
+from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from medarc_rl.jobs.following import follow_file
@@ -33,7 +32,6 @@ from medarc_rl.utils import (
     Run,
     check_startable,
     prepare_directory,
-    refuse_other_launcher,
     reporting_directory_errors,
     write_components,
 )
@@ -42,7 +40,6 @@ from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import to_toml
 
-DRIVER = "medarc_rl.backends.ray.driver"
 PROBE = "medarc_rl.backends.ray.cluster"
 _KEY = re.compile(r"[0-9a-f]{8}")
 _CONNECT_LIMIT_S = 5.0
@@ -69,12 +66,12 @@ class RayJobs:
             raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
         # On one node the node's launcher starts the run, which has no other one.
         owned = {"launcher": "ray"} if request.nodes > 1 else {}
-        run = request.load(None if request.output_dir is None else Path(request.output_dir), owned)
+        output_dir = None if request.output_dir is None else Path(request.output_dir)
+        run = request.load("ray", output_dir, owned)
         if request.kind != "eval":
-            refuse_other_launcher(run.config, "ray", request.words)
             check_startable(run, options.dry_run)
-        single_gpu = request.split is not None and request.split.single_gpu
-        gpus = [0 if device_of(run.config) == "cpu" else count for count in gpus_of(run.config, single_gpu)]
+        counts = gpus_of_nodes(run.config, request.single_gpu)
+        gpus = [0] * len(counts) if device_of(run.config) == "cpu" else counts
         address = _checked_address(options.ray_address, request)
         if address is not None and not options.dry_run:
             _check_cluster(address, gpus, run.config)
@@ -87,10 +84,10 @@ class RayJobs:
             address or "local",
             "--strategy",
             options.ray_strategy,
-            *(("--single-gpu",) if single_gpu else ()),
+            *(("--single-gpu",) if request.single_gpu else ()),
         )
         words = ("--end", str(end), request.kind, "@", str(config))
-        argv = (sys.executable, "-m", DRIVER, *flags, *words)
+        argv = (sys.executable, "-m", RAY_DRIVER, *flags, *words)
         return RayPrepared(
             name=request.name or f"{run.stem}-{request.kind}",
             output=str(run.paths.root),
@@ -104,7 +101,7 @@ class RayJobs:
 
     def submit(self, prepared: RayPrepared) -> Submitted:
         run, details = prepared.run, prepared.details
-        component = CONFIGS.get(prepared.kind, prepared.kind)
+        component = CONFIGS[prepared.kind]
         with (
             reporting_directory_errors(),
             files_readable_by(getattr(run.config, "file_access", "owner")),
@@ -197,7 +194,7 @@ def _checked_address(address: str | None, request: Request) -> str | None:
     if address is None:
         return None
     if address.startswith(("http://", "https://")):
-        driver = ("python", "-m", DRIVER, request.kind, *request.words)
+        driver = ("python", "-m", RAY_DRIVER, request.kind, *request.words)
         raise UsageError(
             f"--ray-address {address}: this is Ray's job server; let it run the driver, with "
             f"`ray job submit --address {shlex.quote(address)} -- {shlex.join(driver)}`"

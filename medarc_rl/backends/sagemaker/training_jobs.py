@@ -22,7 +22,6 @@ from medarc_rl.backends.options import (
     plain_variables,
     with_variables,
 )
-from medarc_rl.backends.ray import demands
 from medarc_rl.backends.sagemaker.aws import Aws, AwsError, Patience, calling, require_boto3
 from medarc_rl.backends.sagemaker.docker import ImageBuild, LocalContainer, build_and_push, require_docker
 from medarc_rl.backends.sagemaker.permissions import LOG_GROUP
@@ -44,10 +43,10 @@ from medarc_rl.backends.sagemaker.training_request import (
     smallest_with,
 )
 from medarc_rl.cli import say
-from medarc_rl.deployment import frozen_gpus, sft_gpus
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobRecord, State, Status
-from medarc_rl.utils import Run, refuse_other_launcher
+from medarc_rl.utils import Run
+from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.ranges import AUTO, LATEST
 
 LOOK_EVERY_S = 10.0
@@ -235,10 +234,9 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             f"{request.nodes} nodes: they share a directory, and instances do not: give --file-system "
             "fsx:ID:/PATH (or efs:…), or take medarc_slurm, --to ray or --to kubernetes"
         )
+    launcher: Launcher = "ray" if is_large else "local"
     owned = {"launcher": "ray"} if is_large else {}
-    run = request.load(Path(RUN_DIR), owned)
-    if request.kind != "eval":
-        refuse_other_launcher(run.config, "ray" if is_large else "local", request.words)
+    run = request.load(launcher, Path(RUN_DIR), owned)
     if options.spot and not run.checkpoints and request.kind != "eval":
         raise UsageError("--spot: the run would start again each time: add a [ckpt] table, or --ckpt.interval N")
     if run.resume_step not in (None, AUTO) and not request.output_dir:
@@ -248,7 +246,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             "--output-dir s3://BUCKET/PREFIX/JOB/run, which `medarc_jobs list` shows"
         )
     if run.resume_step is None and run.checkpoints:
-        return replace(request, words=[*request.words, "--resume=auto"]).load(Path(RUN_DIR), owned)
+        return replace(request, words=[*request.words, "--resume=auto"]).load(launcher, Path(RUN_DIR), owned)
     return run
 
 
@@ -313,7 +311,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         volume_gb=options.volume_gb,
         limit_s=limit_s,
         wait_s=_wait_s(options, limit_s),
-        single_gpu=bool(request.split and request.split.single_gpu),
+        single_gpu=request.single_gpu,
         env=env,
         secrets=secrets,
         inputs=inputs,
@@ -361,7 +359,7 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
     available = None if not instance_type else gpus_of(instance_type)
     if available is None or config.device == "cpu":
         return []
-    wanted = _gpus_of(request, config)
+    wanted = request.gpus_of_node(config)
     if available == 0:
         cuda = [f'device = "cuda": {instance_type} has no GPU; take one such as ml.g5.2xlarge']
         return cuda if config.device == "cuda" else []
@@ -372,15 +370,6 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
     shared = ", or --single-gpu" if request.kind == "rl" and available == 1 and wanted == 2 else ""
     plural = "" if available == 1 else "s"
     return [f"--instance-type {instance_type} has {available} GPU{plural}, and the run takes {wanted}{advice}{shared}"]
-
-
-def _gpus_of(request: Request, config: Any) -> int:
-    """Of one instance."""
-    if request.nodes > 1:
-        return max(demands.gpus_of(config, single_gpu=False))
-    if request.split is not None:
-        return request.split.total + frozen_gpus(config)
-    return sft_gpus(config) if request.kind == "sft" and request.gpus != 0 else request.gpus or 0
 
 
 def _shown(prepared: PreparedTraining, size_bytes: int) -> str:

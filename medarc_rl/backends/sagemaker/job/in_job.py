@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from medarc_rl.backends.backend import LAUNCHERS, RAY_DRIVER
 from medarc_rl.backends.sagemaker.job.hosts import RAY_PORT, Hosts, end
 from medarc_rl.backends.sagemaker.source_files import CONFIG, SOURCE, sha256_of, unpack
 from medarc_rl.backends.sagemaker.training_request import SHARED_CHANNEL, SOURCE_CHANNEL, name_fault, resolved
@@ -163,12 +164,6 @@ def unpack_source(inputs: JobInputs, paths: MlPaths) -> None:
         raise UsageError(f"{paths.archive}: holds no {CONFIG}")
 
 
-MODULES = {
-    "sft": "medarc_rl.launchers.sft_local",
-    "rl": "medarc_rl.launchers.rl_local",
-    "eval": "prime_rl.entrypoints.eval",
-}
-DRIVER = "medarc_rl.backends.ray.driver"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 STOP_LIMIT_S = 110.0
 """Seconds after SIGTERM at which a run that has not stopped is killed, before SageMaker kills the container."""
@@ -256,11 +251,11 @@ def driver_argv(inputs: JobInputs, paths: MlPaths, run: Path, address: str) -> t
     kept = () if inputs.upload_to is None else (f"--storage.upload-to={inputs.upload_to}",)
     flags = ("--address", address, "--strategy", "spread")
     words = (inputs.command, "@", str(paths.config), f"--output-dir={run}", *kept)
-    return (sys.executable, "-m", DRIVER, *flags, *words)
+    return (sys.executable, "-m", RAY_DRIVER, *flags, *words)
 
 
 def argv_of(inputs: JobInputs, paths: MlPaths) -> tuple[str, ...]:
-    return (sys.executable, "-m", MODULES[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
+    return (sys.executable, "-m", LAUNCHERS[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
 
 
 def child_env(
