@@ -15,68 +15,11 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from medarc_rl.backends.backend import backend
+from medarc_rl.backends.protocol import backend
 from medarc_rl.cli import add_command_without_config, new_app, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import LAST, JobLog, JobRecord, State, Status
 from prime_rl.watch.overview.words import printable, visible
-
-Row = tuple[JobRecord, Status]
-_MAX_CHARS = 40
-
-
-def as_json(rows: Sequence[Row]) -> str:
-    return json.dumps([_table(*row) for row in rows], indent=1)
-
-
-def _table(record: JobRecord, status: Status) -> dict[str, Any]:
-    table = record.to_table()
-    del table["format"], table["ended"]
-    return {**table, "state": status.state, "detail": status.detail}
-
-
-def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """One line for each job, newest first, in columns."""
-    heads = ("job", "name", "to", "id", "state", "submitted", "output")
-    cells = [heads, *(_cells(*row) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _cells(record: JobRecord, status: Status) -> tuple[str, ...]:
-    texts = (record.key, record.name, record.backend, record.id)
-    shown = tuple(printable(text, _MAX_CHARS) for text in texts)
-    return (*shown, status.state, local_time(record.submitted), printable(record.output))
-
-
-def local_time(stamp: str) -> str:
-    """`2026-11-22 18:00`, in this machine's time zone."""
-    try:
-        return datetime.fromisoformat(stamp).astimezone().strftime("%Y-%m-%d %H:%M")
-    except ValueError:
-        return printable(stamp, 16)
-
-
-def described(record: JobRecord, status: Status) -> Iterator[str]:
-    """All about one job."""
-    git = record.git or {}
-    commit = f"{git.get('commit', '?')}{' with local changes' if git.get('is_changed') else ''}"
-    rows = {
-        "job": f"{record.key}  {record.name}",
-        "state": f"{status.state}{f': {status.detail}' if status.detail else ''}",
-        record.backend: record.id,
-        "config": f"{record.kind}  {record.config}",
-        "output": record.output,
-        "submitted": f"{local_time(record.submitted)} by {record.user}@{record.host} in {record.directory}",
-        "commit": commit if record.git else "no git repository",
-        "command": " ".join(map(str, record.argv)),
-        **record.details,
-    }
-    width = max(map(len, rows))
-    for name, text in rows.items():
-        yield f"{printable(name, _MAX_CHARS):<{width}}  {printable(str(text), 2000)}"
-
 
 CODES: Mapping[State, int] = {"succeeded": 0, "failed": 1, "cancelled": 3, "unknown": 4}
 """Exit codes of `wait`."""
@@ -86,10 +29,11 @@ INTERRUPTED = 130
 _ASKS_AT_ONCE = 8
 _MAX_LINE_CHARS = 10_000
 _MOST_FAILED_ASKS = 10
-
+_MAX_CHARS = 40
 Job = Annotated[str, Argument(metavar="JOB", help=f"Name, key or id of a job, or `{LAST}`, the newest one.")]
 Jobs = Annotated[list[str], Argument(metavar="JOB", help=f"Names, keys or ids of jobs, or `{LAST}`, the newest one.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Row = tuple[JobRecord, Status]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +164,24 @@ def wait(options: WaitOptions) -> int:
     return wait_for([log.find(name) for name in options.jobs], log, options)
 
 
+app = new_app("medarc_jobs", "Look after the jobs that you submitted with medarc_slurm and medarc_submit.")
+
+
+add_command_without_config(app, "list", ListOptions, list_jobs)
+
+
+add_command_without_config(app, "status", StatusOptions, status)
+
+
+add_command_without_config(app, "logs", LogsOptions, logs)
+
+
+add_command_without_config(app, "cancel", CancelOptions, cancel)
+
+
+add_command_without_config(app, "wait", WaitOptions, wait)
+
+
 def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) -> int:
     """Wait for jobs, say how each ended, and return the exit code. Raises MedarcError if a back-end stays silent."""
     waiting, states, silent = list(records), set(), Counter[str]()
@@ -281,12 +243,60 @@ def _last(found: Iterable[str], count: int) -> Iterable[str]:
     return deque(found, maxlen=count)
 
 
-app = new_app("medarc_jobs", "Look after the jobs that you submitted with medarc_slurm and medarc_submit.")
-add_command_without_config(app, "list", ListOptions, list_jobs)
-add_command_without_config(app, "status", StatusOptions, status)
-add_command_without_config(app, "logs", LogsOptions, logs)
-add_command_without_config(app, "cancel", CancelOptions, cancel)
-add_command_without_config(app, "wait", WaitOptions, wait)
+# Jobs as lines for a person, and as JSON for a program.
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    return json.dumps([_table(*row) for row in rows], indent=1)
+
+
+def _table(record: JobRecord, status: Status) -> dict[str, Any]:
+    table = record.to_table()
+    del table["format"], table["ended"]
+    return {**table, "state": status.state, "detail": status.detail}
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """One line for each job, newest first, in columns."""
+    heads = ("job", "name", "to", "id", "state", "submitted", "output")
+    cells = [heads, *(_cells(*row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cells(record: JobRecord, status: Status) -> tuple[str, ...]:
+    texts = (record.key, record.name, record.backend, record.id)
+    shown = tuple(printable(text, _MAX_CHARS) for text in texts)
+    return (*shown, status.state, local_time(record.submitted), printable(record.output))
+
+
+def local_time(stamp: str) -> str:
+    """`2026-11-22 18:00`, in this machine's time zone."""
+    try:
+        return datetime.fromisoformat(stamp).astimezone().strftime("%Y-%m-%d %H:%M")
+    except ValueError:
+        return printable(stamp, 16)
+
+
+def described(record: JobRecord, status: Status) -> Iterator[str]:
+    """All about one job."""
+    git = record.git or {}
+    commit = f"{git.get('commit', '?')}{' with local changes' if git.get('is_changed') else ''}"
+    rows = {
+        "job": f"{record.key}  {record.name}",
+        "state": f"{status.state}{f': {status.detail}' if status.detail else ''}",
+        record.backend: record.id,
+        "config": f"{record.kind}  {record.config}",
+        "output": record.output,
+        "submitted": f"{local_time(record.submitted)} by {record.user}@{record.host} in {record.directory}",
+        "commit": commit if record.git else "no git repository",
+        "command": " ".join(map(str, record.argv)),
+        **record.details,
+    }
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        yield f"{printable(name, _MAX_CHARS):<{width}}  {printable(str(text), 2000)}"
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from medarc_rl.backends.backend import OPTIONS, Kind, Prepared, Request, backend
 from medarc_rl.backends.options import (
     MOST_NODES,
     NODE_GPUS,
@@ -24,6 +23,7 @@ from medarc_rl.backends.options import (
     SageMakerOptions,
     SlurmOptions,
 )
+from medarc_rl.backends.protocol import OPTIONS, Kind, Prepared, Request, backend
 from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job

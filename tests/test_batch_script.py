@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from medarc_rl.backends.options import SlurmRequest
 from medarc_rl.backends.slurm import (
     BatchJob,
     Container,
-    SlurmRequest,
     check_dependency,
     header,
     launcher_job,

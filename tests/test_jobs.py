@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs
-from medarc_rl.backends import backend
+from medarc_rl.backends import protocol
 from medarc_rl.errors import MedarcError
 from medarc_rl.jobs.following import follow_file
 from medarc_rl.jobs.log import JobLog, JobRecord, Status, circumstances
@@ -24,7 +24,7 @@ from medarc_rl.jobs.redaction import HIDDEN, redacted, redacted_argv
 
 def a_job(name: str = "rt", backend: str = "told", **values: object) -> JobRecord:
     texts = {"id": f"{name}-7", "kind": "rl", "config": "rt.toml", "output": "/runs/rt"}
-    return JobRecord(**{"name": name, "backend": backend, **texts, **circumstances("medarc_submit"), **values})
+    return JobRecord(**{"name": name, "backend": protocol, **texts, **circumstances("medarc_submit"), **values})
 
 
 class Told:
@@ -49,7 +49,7 @@ class Told:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> JobLog:
     Told.statuses, Told.cancelled = iter(()), []
-    monkeypatch.setitem(backend._CLASSES, "told", f"{__name__}:Told")
+    monkeypatch.setitem(protocol._CLASSES, "told", f"{__name__}:Told")
     return JobLog.of_user()
 
 

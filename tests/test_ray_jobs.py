@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_submit
+from medarc_rl.backends.ray.backend import RayJobs, RayPrepared
 from medarc_rl.backends.ray.cluster import _end_if_asked
 from medarc_rl.backends.ray.driver import _options
-from medarc_rl.backends.ray.ray_jobs import RayJobs, RayPrepared
 from medarc_rl.deployment import gpus_of_nodes
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.log import JobRecord, Status, circumstances

@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_slurm
-from medarc_rl.backends.slurm import BatchJob, Container, SlurmRequest, launcher_job
+from medarc_rl.backends.options import SlurmRequest
+from medarc_rl.backends.slurm import BatchJob, Container, launcher_job
 from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess
 from medarc_rl.checks.job import Unreadable, job_environment, software_rows, storage_rows, token_rows

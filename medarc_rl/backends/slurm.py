@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.backends.backend import CONFIGS, LAUNCHERS, Prepared, Request, Submitted
 from medarc_rl.backends.options import (
     MAX_REQUEUES,
     NODE_GPUS,
@@ -30,6 +29,7 @@ from medarc_rl.backends.options import (
     SlurmOptions,
     SlurmRequest,
 )
+from medarc_rl.backends.protocol import CONFIGS, LAUNCHERS, Prepared, Request, Submitted
 from medarc_rl.backends.slurm_queue import LOG, SlurmQueue
 from medarc_rl.cli import say, warn
 from medarc_rl.deployment import advice, check_rl, gpus_of_nodes

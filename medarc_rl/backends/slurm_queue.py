@@ -18,78 +18,8 @@ from prime_rl.watch.overview.words import printable
 
 SLURM_LIMIT_S = 20.0
 """Time limit of one Slurm command, in seconds. Some wait for minutes if the controller is down."""
-
-Properties = Mapping[str, str]
-"""`Name=value` pairs as scontrol prints them for one thing."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedJob:
-    """A job that has not ended."""
-
-    id: str
-    state: str
-    """In Slurm's words, as PENDING."""
-    user: str
-    script: Path
-    """The script's path when it was submitted. The job itself has a copy."""
-
-
-def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Properties]:
-    """What `scontrol show` prints: a job, or every partition or node. Empty if there is none.
-
-    Raises:
-        NoAnswer: there is no scontrol, or it did not answer in time.
-    """
-    answer = ask(["scontrol", "--oneliner", "show", kind, *names], limit_s)
-    return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
-
-
-def shown_job(job_id: str) -> Properties | None:
-    """What the controller knows of a job; None if it does not know it, or not any more.
-
-    Raises:
-        NoAnswer: there is no scontrol, or the controller did not answer.
-    """
-    answer = ask(["scontrol", "--oneliner", "show", "job", job_id], SLURM_LIMIT_S)
-    found = next((_properties(line) for line in answer.stdout.splitlines() if "=" in line), None)
-    if found is None and "invalid job id" not in (answer.stderr + answer.stdout).lower():
-        raise NoAnswer(answer.last_line)
-    return found
-
-
-def queued_jobs() -> list[QueuedJob]:
-    """Jobs of all users that wait or run.
-
-    Raises:
-        NoAnswer: there is no squeue, or the controller did not answer.
-    """
-    answer = ask(["squeue", "--noheader", "--format=%i|%T|%u|%o"], SLURM_LIMIT_S)
-    if answer.code != 0:
-        raise NoAnswer(f"squeue: {answer.last_line}")
-    # A path with a line break tears its line apart; such a script is not found.
-    rows = [row for line in answer.stdout.splitlines() if len(row := line.split("|", 3)) == 4]
-    return [QueuedJob(job_id, state, user, Path(script)) for job_id, state, user, script in rows]
-
-
-def _properties(line: str) -> Properties:
-    found: dict[str, str] = {}
-    for word in line.split():
-        name, equals, value = word.partition("=")
-        # The first one counts: comments at the end of the line hold what people wrote.
-        if equals:
-            found.setdefault(name, value)
-    return found
-
-
-def requeue(job_id: str, limit_s: float) -> Answer:
-    """Make Slurm end a job that runs, and start it again later. Raises NoAnswer."""
-    return ask(["scontrol", "requeue", job_id], limit_s)
-
-
 LOG = "log"
 """Key of the log file in a record's details."""
-
 _STATES: Mapping[State, tuple[str, ...]] = {
     "queued": ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
     "running": ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
@@ -139,7 +69,7 @@ class SlurmQueue:
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         log = Path(record.details.get(LOG) or "")
         if follow:
-            return follow_file(log, lambda: self.status(record).state not in ("queued", "running"))
+            return follow_file(log, lambda: not self.status(record).goes_on)
         if not log.is_file():
             raise MedarcError(f"{log}: no log yet: the job is {self.status(record).state}")
         return follow_file(log, lambda: True)
@@ -216,6 +146,9 @@ def _status_of_run(directory: Path, job_id: str) -> Status:
     return Status(state, f"{forgotten}; its run: {attempts[-1].result} {attempts[-1].message}".strip())
 
 
+# Which jobs read a run's config.
+
+
 def refuse_if_queued(paths: RunPaths, submits: bool, env: Mapping[str, str] = os.environ) -> None:
     """Refuse to overwrite the config that a job reads when it starts, or starts again. A chain's jobs have their own.
 
@@ -254,3 +187,74 @@ def _is_same_file(job_script: Path, script: Path) -> bool:
         return job_script.name == script.name and job_script.samefile(script)
     except OSError:
         return False
+
+
+# Slurm's controller.
+
+
+Properties = Mapping[str, str]
+"""`Name=value` pairs as scontrol prints them for one thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A job that has not ended."""
+
+    id: str
+    state: str
+    """In Slurm's words, as PENDING."""
+    user: str
+    script: Path
+    """The script's path when it was submitted. The job itself has a copy."""
+
+
+def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Properties]:
+    """What `scontrol show` prints: a job, or every partition or node. Empty if there is none.
+
+    Raises:
+        NoAnswer: there is no scontrol, or it did not answer in time.
+    """
+    answer = ask(["scontrol", "--oneliner", "show", kind, *names], limit_s)
+    return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
+
+
+def shown_job(job_id: str) -> Properties | None:
+    """What the controller knows of a job; None if it does not know it, or not any more.
+
+    Raises:
+        NoAnswer: there is no scontrol, or the controller did not answer.
+    """
+    answer = ask(["scontrol", "--oneliner", "show", "job", job_id], SLURM_LIMIT_S)
+    found = next((_properties(line) for line in answer.stdout.splitlines() if "=" in line), None)
+    if found is None and "invalid job id" not in (answer.stderr + answer.stdout).lower():
+        raise NoAnswer(answer.last_line)
+    return found
+
+
+def queued_jobs() -> list[QueuedJob]:
+    """Jobs of all users that wait or run.
+
+    Raises:
+        NoAnswer: there is no squeue, or the controller did not answer.
+    """
+    answer = ask(["squeue", "--noheader", "--format=%i|%T|%u|%o"], SLURM_LIMIT_S)
+    if answer.code != 0:
+        raise NoAnswer(f"squeue: {answer.last_line}")
+    # A path with a line break tears its line apart; such a script is not found.
+    rows = [row for line in answer.stdout.splitlines() if len(row := line.split("|", 3)) == 4]
+    return [QueuedJob(job_id, state, user, Path(script)) for job_id, state, user, script in rows]
+
+
+def _properties(line: str) -> Properties:
+    found: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        # The first one counts: comments at the end of the line hold what people wrote.
+        if equals:
+            found.setdefault(name, value)
+    return found
+
+
+def requeue(job_id: str, limit_s: float) -> Answer:
+    """Make Slurm end a job that runs, and start it again later. Raises NoAnswer."""
+    return ask(["scontrol", "requeue", job_id], limit_s)

@@ -22,6 +22,10 @@ from prime_rl.configs.sft import SFTConfig
 
 _OUT_OF_SERVICE = re.compile(r"DOWN|DRAIN|FAIL|MAINT|FUTURE|POWERED_DOWN|NOT_RESPONDING|\*")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
+WHAT = "gpu memory"
+_TYPE = re.compile(r"gpu:([^:,()]+):\d+")
+_MODEL = re.compile(r"(?:nvidia[_-])?(\w+?)(?:[_-](?:sxm\d?|pcie|nvl))?(?:[_-](\d+)gb(?:[_-]hbm\w*)?)?", re.IGNORECASE)
+"""A type of GPU as in `gpu:h100:8` or `gpu:nvidia_h100_80gb_hbm3:8`. Slices such as `a100_3g.20gb` are none."""
 
 
 def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]:
@@ -74,43 +78,6 @@ def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Pro
     yield _gpu_row(job, up or chosen, nodes)
 
 
-def chosen_partitions(job: BatchJob, partitions: list[Properties], environ: Mapping[str, str]) -> list[Properties]:
-    """The partitions that the job may run in, of those that there are."""
-    wanted = _wanted(job, environ)
-    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
-    return [each for each in partitions if each.get("PartitionName") in names]
-
-
-def nodes_with_gpus(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
-    """The nodes of partitions that have as many GPUs as the job asks for, in service or not."""
-    return [node for node in _members(partitions, nodes) if _gpus(node) >= job.gpus]
-
-
-def _members(partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
-    names = {_name(each) for each in partitions}
-    return [node for node in nodes if names & set(node.get("Partitions", "").split(","))]
-
-
-def _wanted(job: BatchJob, environ: Mapping[str, str]) -> str | None:
-    return job.request.partition or environ.get("SBATCH_PARTITION")
-
-
-def _is_default(partition: Properties) -> bool:
-    return partition.get("Default") == "YES"
-
-
-def _name(partition: Properties) -> str:
-    return partition.get("PartitionName", "?")
-
-
-def _limit_s(partition: Properties) -> float:
-    """The longest time limit that the partition allows, in seconds."""
-    try:
-        return walltime_s(partition.get("MaxTime", "UNLIMITED")) or float("inf")
-    except UsageError:  # a notation that we do not know
-        return float("inf")
-
-
 def _time_row(time: str | None, partitions: list[Properties]) -> Row:
     listed = "; ".join(f"{_name(each)} allows {each.get('MaxTime', '?')}" for each in partitions)
     if time is None:
@@ -160,14 +127,51 @@ def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties
     return ok("gpus", f"{job.gpus} of {of}; {len(in_service)} of {len(members)} nodes in {where} have as many")
 
 
+# Partitions and nodes.
+
+
+def chosen_partitions(job: BatchJob, partitions: list[Properties], environ: Mapping[str, str]) -> list[Properties]:
+    """The partitions that the job may run in, of those that there are."""
+    wanted = _wanted(job, environ)
+    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
+    return [each for each in partitions if each.get("PartitionName") in names]
+
+
+def nodes_with_gpus(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
+    """The nodes of partitions that have as many GPUs as the job asks for, in service or not."""
+    return [node for node in _members(partitions, nodes) if _gpus(node) >= job.gpus]
+
+
+def _members(partitions: list[Properties], nodes: list[Properties]) -> list[Properties]:
+    names = {_name(each) for each in partitions}
+    return [node for node in nodes if names & set(node.get("Partitions", "").split(","))]
+
+
+def _wanted(job: BatchJob, environ: Mapping[str, str]) -> str | None:
+    return job.request.partition or environ.get("SBATCH_PARTITION")
+
+
+def _is_default(partition: Properties) -> bool:
+    return partition.get("Default") == "YES"
+
+
+def _name(partition: Properties) -> str:
+    return partition.get("PartitionName", "?")
+
+
+def _limit_s(partition: Properties) -> float:
+    """The longest time limit that the partition allows, in seconds."""
+    try:
+        return walltime_s(partition.get("MaxTime", "UNLIMITED")) or float("inf")
+    except UsageError:  # a notation that we do not know
+        return float("inf")
+
+
 def _gpus(node: Properties) -> int:
     return sum(map(int, _GPUS.findall(node.get("Gres", ""))))
 
 
-WHAT = "gpu memory"
-_TYPE = re.compile(r"gpu:([^:,()]+):\d+")
-_MODEL = re.compile(r"(?:nvidia[_-])?(\w+?)(?:[_-](?:sxm\d?|pcie|nvl))?(?:[_-](\d+)gb(?:[_-]hbm\w*)?)?", re.IGNORECASE)
-"""A type of GPU as in `gpu:h100:8` or `gpu:nvidia_h100_80gb_hbm3:8`. Slices such as `a100_3g.20gb` are none."""
+# Memory of the GPUs that the job may get.
 
 
 def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str] = str) -> Row:
@@ -185,6 +189,16 @@ def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, pla
         return unknown(WHAT, f"{found}; Slurm does not say which GPU: compare with --estimate --gpu NAME")
     state = failed if answer.estimate.verdict == "does not fit" else ok
     return state(WHAT, f"{found}; {gpu.name} has {gpu.total_bytes / 2**30:.1f} GiB")
+
+
+def config_device(config: SFTConfig | RLConfig) -> str:
+    return (config.trainer if isinstance(config, RLConfig) else config).device
+
+
+def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
+    if isinstance(config, SFTConfig):
+        return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
+    return rl_answer(config, job.single_gpu, gpu, in_job=True, place=place)
 
 
 def offered_gpu(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Gpu | None:
@@ -217,13 +231,3 @@ def _candidates(model: str, gib: str | None) -> Iterator[str]:
         if gib is not None:
             yield f"{model}-{gib}"
         yield model
-
-
-def config_device(config: SFTConfig | RLConfig) -> str:
-    return (config.trainer if isinstance(config, RLConfig) else config).device
-
-
-def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
-    if isinstance(config, SFTConfig):
-        return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
-    return rl_answer(config, job.single_gpu, gpu, in_job=True, place=place)

@@ -26,7 +26,6 @@ START_LIMIT_S = 120.0
 ENVIRONMENTS_LIMIT_S = 600.0
 """Seconds to load the environments, which may download their data."""
 SHELL_LIMIT_S = 30.0
-
 _SOURCED = r"""if grep -q $'\r$' "$1"; then
   echo 'its lines end as on Windows: run sed -i "s/\r$//" on it' >&2; exit 1
 fi
@@ -35,10 +34,58 @@ bash -n "$1" 2>/dev/null || {
 }
 set -a; source "$1" >/dev/null; env -0"""
 """Prints the environment after the project's `.env`, as the batch script reads it. The file's name is an argument."""
+WANDB_VARIABLE = "WANDB_API_KEY"
+_WANDB_HOST = "api.wandb.ai"
+
+
+def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each thing that the job needs, in the order in which it would fail without.
+
+    `env` is the environment that the job is submitted with. Nothing is written. Takes seconds; each program that is
+    asked has a time limit.
+    """
+    yield script_row(job)
+    cluster = list(cluster_rows(job))
+    yield from cluster
+    # A controller that has not answered once is not asked again.
+    answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
+    try:
+        job_env = job_environment(job, env)
+    except Unreadable as error:
+        yield failed(".env", f"{job.project_dir}/.env: {error}")
+        return
+    yield from token_rows(config, job_env)
+    start, cache = StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub"
+    access = HubAccess(start, cache, job.hf_hub_offline, job_env, default_hub_cache())
+    yield from hub_rows(config, access)
+    gpu = offered_gpu(job) if answers else None
+    yield memory_row(config, job, gpu, lambda name: str(access.folder(name) or name))
+    yield from storage_rows(config, job.paths.root, access.folder(trained_model(config)))
+    yield from software_rows(config, job, job_env)
+
+
+def can_start(rows: list[Row]) -> bool:
+    return all(row.state is not State.FAILED for row in rows)
+
+
+# The script, and the environment that the job will have.
 
 
 class Unreadable(Exception):
     """The project's `.env` cannot be sourced."""
+
+
+def script_row(job: BatchJob) -> Row:
+    """Whether bash can read the script."""
+    try:
+        answer = ask(["bash", "-n"], SHELL_LIMIT_S, stdin=render(job))
+    except NoAnswer as error:
+        return failed("batch script", str(error))
+    return (
+        ok("batch script", "renders, and bash reads it")
+        if answer.code == 0
+        else failed("batch script", answer.last_line)
+    )
 
 
 def job_environment(job: BatchJob, env: Mapping[str, str]) -> dict[str, str]:
@@ -60,17 +107,67 @@ def job_environment(job: BatchJob, env: Mapping[str, str]) -> dict[str, str]:
     return found | {"HF_HOME": str(job.hf_cache_dir), "HF_HUB_OFFLINE": str(int(job.hf_hub_offline))}
 
 
-def script_row(job: BatchJob) -> Row:
-    """Whether bash can read the script."""
+# Secrets. Only names are shown.
+
+
+def token_rows(config: SFTConfig | RLConfig, env: Mapping[str, str]) -> Iterator[Row]:
+    """`env` is the job's environment."""
+    yield ok("hub token", "HF_TOKEN is set" if env.get("HF_TOKEN") else "no HF_TOKEN: public repositories only")
+    sections = (config.trainer, config.orchestrator) if isinstance(config, RLConfig) else (config,)
+    if any(section.wandb is not None and not section.wandb.offline for section in sections):
+        yield _wandb_row(env)
+    for name in _named_variables(config):
+        advice = "export it, or write it to the project's .env"
+        yield ok("secret", f"{name} is set") if env.get(name) else failed("secret", f"{name} is not set: {advice}")
+
+
+def _wandb_row(env: Mapping[str, str]) -> Row:
+    if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return ok("W&B key", f"not needed: WANDB_MODE is {env['WANDB_MODE']}")
+    if env.get(WANDB_VARIABLE):
+        return ok("W&B key", f"{WANDB_VARIABLE} is set")
+    if _has_login():
+        return ok("W&B key", "in ~/.netrc")
+    advice = "export it, run `wandb login`, or set wandb.offline = true"
+    return failed("W&B key", f"{WANDB_VARIABLE} is not set, and ~/.netrc has no login: {advice}")
+
+
+def _has_login() -> bool:
     try:
-        answer = ask(["bash", "-n"], SHELL_LIMIT_S, stdin=render(job))
-    except NoAnswer as error:
-        return failed("batch script", str(error))
-    return (
-        ok("batch script", "renders, and bash reads it")
-        if answer.code == 0
-        else failed("batch script", answer.last_line)
-    )
+        return netrc.netrc().authenticators(_WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _named_variables(config: SFTConfig | RLConfig) -> list[str]:
+    """Variables that the config names for secret headers."""
+    return list(config.orchestrator.client.headers_from_env.values()) if isinstance(config, RLConfig) else []
+
+
+# The run's directory: whether it can be written, and holds what the run will save.
+
+
+def storage_rows(config: SFTConfig | RLConfig, output_dir: Path, model: Path | None) -> Iterator[Row]:
+    """`model` is the folder with the model's weights; None if they are not on this machine."""
+    place = existing_parent(output_dir)
+    try:
+        # A file without a name: it is gone when it is closed, whatever happens.
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"medarc")
+            probe.flush()
+    except OSError as error:
+        yield failed("output folder", f"{output_dir}: {place} cannot be written: {error.strerror}")
+        return
+    yield ok("output folder", f"{output_dir} can be written from here")
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    forecast = forecast_disk(trainer, output_dir, size_of_folder(model))
+    if forecast is None:
+        yield unknown("disk space", "the model's files are not here, so the size of its checkpoints is unknown")
+    else:
+        yield (ok if forecast.fits else failed)("disk space", str(forecast))
+
+
+# Software: the project's `.venv`, and the environments that a run trains on.
 
 
 def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
@@ -112,91 +209,3 @@ def _environment_rows(config: OrchestratorConfig | OfflineEvalConfig, place: Pla
     if not faults:
         names = ", ".join(dict.fromkeys(env.id for env in config.env))
         yield ok("environments", f"{names}: imported, loaded and examined")
-
-
-def storage_rows(config: SFTConfig | RLConfig, output_dir: Path, model: Path | None) -> Iterator[Row]:
-    """`model` is the folder with the model's weights; None if they are not on this machine."""
-    place = existing_parent(output_dir)
-    try:
-        # A file without a name: it is gone when it is closed, whatever happens.
-        with tempfile.TemporaryFile(dir=place) as probe:
-            probe.write(b"medarc")
-            probe.flush()
-    except OSError as error:
-        yield failed("output folder", f"{output_dir}: {place} cannot be written: {error.strerror}")
-        return
-    yield ok("output folder", f"{output_dir} can be written from here")
-    trainer = config.trainer if isinstance(config, RLConfig) else config
-    forecast = forecast_disk(trainer, output_dir, size_of_folder(model))
-    if forecast is None:
-        yield unknown("disk space", "the model's files are not here, so the size of its checkpoints is unknown")
-    else:
-        yield (ok if forecast.fits else failed)("disk space", str(forecast))
-
-
-WANDB_VARIABLE = "WANDB_API_KEY"
-_WANDB_HOST = "api.wandb.ai"
-
-
-def token_rows(config: SFTConfig | RLConfig, env: Mapping[str, str]) -> Iterator[Row]:
-    """`env` is the job's environment."""
-    yield ok("hub token", "HF_TOKEN is set" if env.get("HF_TOKEN") else "no HF_TOKEN: public repositories only")
-    sections = (config.trainer, config.orchestrator) if isinstance(config, RLConfig) else (config,)
-    if any(section.wandb is not None and not section.wandb.offline for section in sections):
-        yield _wandb_row(env)
-    for name in _named_variables(config):
-        advice = "export it, or write it to the project's .env"
-        yield ok("secret", f"{name} is set") if env.get(name) else failed("secret", f"{name} is not set: {advice}")
-
-
-def _wandb_row(env: Mapping[str, str]) -> Row:
-    if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return ok("W&B key", f"not needed: WANDB_MODE is {env['WANDB_MODE']}")
-    if env.get(WANDB_VARIABLE):
-        return ok("W&B key", f"{WANDB_VARIABLE} is set")
-    if _has_login():
-        return ok("W&B key", "in ~/.netrc")
-    advice = "export it, run `wandb login`, or set wandb.offline = true"
-    return failed("W&B key", f"{WANDB_VARIABLE} is not set, and ~/.netrc has no login: {advice}")
-
-
-def _has_login() -> bool:
-    try:
-        return netrc.netrc().authenticators(_WANDB_HOST) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _named_variables(config: SFTConfig | RLConfig) -> list[str]:
-    """Variables that the config names for secret headers."""
-    return list(config.orchestrator.client.headers_from_env.values()) if isinstance(config, RLConfig) else []
-
-
-def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
-    """A row for each thing that the job needs, in the order in which it would fail without.
-
-    `env` is the environment that the job is submitted with. Nothing is written. Takes seconds; each program that is
-    asked has a time limit.
-    """
-    yield script_row(job)
-    cluster = list(cluster_rows(job))
-    yield from cluster
-    # A controller that has not answered once is not asked again.
-    answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
-    try:
-        job_env = job_environment(job, env)
-    except Unreadable as error:
-        yield failed(".env", f"{job.project_dir}/.env: {error}")
-        return
-    yield from token_rows(config, job_env)
-    start, cache = StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub"
-    access = HubAccess(start, cache, job.hf_hub_offline, job_env, default_hub_cache())
-    yield from hub_rows(config, access)
-    gpu = offered_gpu(job) if answers else None
-    yield memory_row(config, job, gpu, lambda name: str(access.folder(name) or name))
-    yield from storage_rows(config, job.paths.root, access.folder(trained_model(config)))
-    yield from software_rows(config, job, job_env)
-
-
-def can_start(rows: list[Row]) -> bool:
-    return all(row.state is not State.FAILED for row in rows)

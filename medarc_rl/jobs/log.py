@@ -26,10 +26,10 @@ State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknow
 STATES: tuple[State, ...] = get_args(State)
 FORMAT = 1
 """Changes when a record's layout does."""
-
-
-class NotARecord(ValueError):
-    """A file of the job log that is damaged, or another program's. The message is one line."""
+LAST = "last"
+"""Names the newest job."""
+_ENDING = ".json"
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Status:
     @property
     def has_ended(self) -> bool:
         return self.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def goes_on(self) -> bool:
+        """Neither ended nor unknown: more output may come."""
+        return self.state in ("queued", "running")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +144,6 @@ def _user() -> str:
         return str(os.getuid())
 
 
-LAST = "last"
-"""Names the newest job."""
-_ENDING = ".json"
-_MAX_BYTES = 1 << 20
-
-
 class JobLog:
     """The records of one directory. Several processes may add records at once."""
 
@@ -225,6 +224,26 @@ class JobLog:
         raise UsageError(f"{name!r}: no such job in the job log; `medarc_jobs list` shows names, keys and ids")
 
 
+def record_job(record: JobRecord) -> bool:
+    """Add a job that was submitted to the job log. A log that cannot be written is only warned of."""
+    try:
+        JobLog.of_user().save(record)
+    except MedarcError as error:
+        warn(f"the job was submitted, but not recorded: {error}")
+        return False
+    say(f"job {record.key}: medarc_jobs status|logs|cancel|wait {record.key}")
+    return True
+
+
+def config_files(words: Sequence[str]) -> str:
+    """The TOML files among the words of a command line, as typed."""
+    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))
+
+
+class NotARecord(ValueError):
+    """A file of the job log that is damaged, or another program's. The message is one line."""
+
+
 def _has_key(record: JobRecord, name: str) -> bool:
     return record.key == name
 
@@ -263,19 +282,3 @@ def _content(file: Path) -> bytes:
             return reading.read(_MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-
-
-def config_files(words: Sequence[str]) -> str:
-    """The TOML files among the words of a command line, as typed."""
-    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))
-
-
-def record_job(record: JobRecord) -> bool:
-    """Add a job that was submitted to the job log. A log that cannot be written is only warned of."""
-    try:
-        JobLog.of_user().save(record)
-    except MedarcError as error:
-        warn(f"the job was submitted, but not recorded: {error}")
-        return False
-    say(f"job {record.key}: medarc_jobs status|logs|cancel|wait {record.key}")
-    return True

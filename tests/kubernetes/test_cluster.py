@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
-from medarc_rl.backends.kubernetes.cluster import Kubernetes, jobset_status, rayjob_status
+from medarc_rl.backends.kubernetes.backend import Kubernetes, jobset_status, rayjob_status
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.errors import MedarcError

@@ -15,8 +15,7 @@ from cluster_schemas import JOBSET, RAYJOB
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_submit, medarc_train
-from medarc_rl.backends.kubernetes.cluster import manifest_of, to_yaml
-from medarc_rl.backends.kubernetes.manifest import ClusterJob
+from medarc_rl.backends.kubernetes.manifest import ClusterJob, manifest_of, to_yaml
 from medarc_rl.backends.kubernetes.request import MAX_JOB_NAME, image_fault, job_name, label_fault
 from medarc_rl.backends.ray import driver
 from medarc_rl.deployment import device_of, gpus_of_nodes

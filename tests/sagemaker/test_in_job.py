@@ -19,18 +19,18 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 
 from s3_server import Proxy
 
-from medarc_rl.backends.backend import LAUNCHERS
+from medarc_rl.backends.protocol import LAUNCHERS
 from medarc_rl.backends.sagemaker.aws import Aws
 from medarc_rl.backends.sagemaker.docker import LocalContainer
 from medarc_rl.backends.sagemaker.job.in_job import (
     JobInputs,
-    MlPaths,
     child_env,
     keep_off_s3,
     main,
     write_failure,
 )
-from medarc_rl.backends.sagemaker.training_request import JobPlaces, S3Prefix, TrainingJob, resolved
+from medarc_rl.backends.sagemaker.request import JobPlaces, S3Prefix, TrainingJob, resolved
+from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import RunPaths, stable_steps

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
 
 from medarc_rl import deployment
-from medarc_rl.backends.backend import Request
-from medarc_rl.backends.sagemaker.training_jobs import gpu_faults
-from medarc_rl.backends.sagemaker.training_request import (
+from medarc_rl.backends.protocol import Request
+from medarc_rl.backends.sagemaker.backend import gpu_faults
+from medarc_rl.backends.sagemaker.request import (
     FileSystem,
     JobPlaces,
     S3Prefix,

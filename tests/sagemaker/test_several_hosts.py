@@ -26,8 +26,8 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 
 from medarc_rl.backends.sagemaker.aws import Aws
 from medarc_rl.backends.sagemaker.job.hosts import Gate, connect, proof_of, read_line
-from medarc_rl.backends.sagemaker.job.in_job import MlPaths
-from medarc_rl.backends.sagemaker.training_request import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.paths import RunPaths, stable_steps
 

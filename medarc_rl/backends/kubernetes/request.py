@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from medarc_rl.backends.backend import RAY_DRIVER, Request
 from medarc_rl.backends.kubernetes.manifest import CONFIG_DIR, DOWNLOAD_LIMIT_S, OUTPUT_DIR, START_LIMIT_S, ClusterJob
 from medarc_rl.backends.options import VARIABLE, KubernetesOptions, pairs, plain_variables
+from medarc_rl.backends.protocol import RAY_DRIVER, Request
 from medarc_rl.cli import warn
 from medarc_rl.deployment import check_rl
 from medarc_rl.errors import UsageError
@@ -22,6 +22,10 @@ from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.storage.staging import has_s3_names
 from prime_rl.utils.pydantic_config.dump import to_toml
 
+MAX_CONFIG_BYTES = 1_000_000
+"""A ConfigMap holds 1 MiB, its own metadata included."""
+MAX_FILE_NAME_BYTES = 255
+_CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 MAX_JOB_NAME = 47
 """Characters. JobSet and KubeRay add to a job's name, and a pod's hostname has at most 63."""
 MAX_LABEL = 63
@@ -40,98 +44,9 @@ _IMAGE = re.compile(
     r"(?P<tag>:[A-Za-z0-9_][\w.-]{0,127})?(?P<digest>@sha256:[0-9a-f]{64})?",
     re.ASCII,
 )
+
+
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-
-
-def job_name(given: str | None, stem: str, kind: str) -> str:
-    """The name that was given, or one made of the config's file name, different for each submission."""
-    if given is not None:
-        return given
-    ending = f"-{kind}-{secrets.token_hex(3)}"
-    begin = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[: MAX_JOB_NAME - len(ending)].strip("-")
-    return f"{begin or 'run'}{ending}"
-
-
-def label_fault(option: str, value: str, longest: int = MAX_LABEL) -> Iterator[str]:
-    """One line if a name is no label of RFC 1123."""
-    if not _LABEL.fullmatch(value) or len(value) > longest:
-        nearest = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:longest].strip("-")
-        advice = f": write {nearest!r}" if nearest else ""
-        yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits and inner hyphens{advice}"
-
-
-def subdomain_fault(option: str, value: str, longest: int = 253) -> Iterator[str]:
-    """One line if a name is no DNS subdomain, as names of Secrets, claims and service accounts are."""
-    if not _SUBDOMAIN.fullmatch(value) or len(value) > longest:
-        yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits, inner hyphens and dots"
-
-
-def image_fault(image: str | None) -> Iterator[str]:
-    if image is None:
-        yield "--image is missing: name an image with this package, as in --image registry.example/medarc-rl:1.0"
-        return
-    found = _IMAGE.fullmatch(image)
-    if found is None:
-        yield f"--image {image!r} is no image: write [REGISTRY/]NAME:TAG or [REGISTRY/]NAME@sha256:DIGEST"
-    elif found["tag"] is None and found["digest"] is None:
-        yield f"--image {image!r}: add a tag or a digest, as in {image}:1.0"
-
-
-def quantity_fault(option: str, value: str | None) -> Iterator[str]:
-    if value is not None and not _QUANTITY.fullmatch(value):
-        yield f"{option} {value!r}: write a number of bytes with a unit, as in 64Gi"
-
-
-def variables(options: Sequence[str], faults: list[str]) -> dict[str, str]:
-    """`--env NAME=VALUE`, parsed."""
-    return plain_variables(options, faults, "put it into a Secret and write --secret-env {name}=SECRET/KEY")
-
-
-def secret_variables(options: Sequence[str], faults: list[str]) -> dict[str, tuple[str, str]]:
-    """`--secret-env NAME=SECRET/KEY`, parsed: Secret and key by the variable's name."""
-
-    def reference(text: str) -> tuple[str, str] | None:
-        secret, _, key = text.partition("/")
-        return (secret, key) if _SUBDOMAIN.fullmatch(secret) and _SECRET_KEY.fullmatch(key) else None
-
-    advice = "write NAME=SECRET/KEY: the name of a Secret and a key in it, not the secret itself"
-    return pairs("--secret-env", options, faults, advice, reference, VARIABLE)
-
-
-def node_labels(options: Sequence[str], faults: list[str]) -> dict[str, str]:
-    """`--node-selector LABEL=VALUE`, parsed."""
-    advice = "write LABEL=VALUE, as in nvidia.com/gpu.product=NVIDIA-H100"
-    return pairs(
-        "--node-selector",
-        options,
-        faults,
-        advice,
-        lambda text: text if _LABEL_VALUE.fullmatch(text) else None,
-        _LABEL_KEY,
-    )
-
-
-def tolerations(options: Sequence[str], faults: list[str]) -> list[dict[str, str]]:
-    """`--toleration KEY[=VALUE][:EFFECT]`, as a pod has them."""
-    found = []
-    for word in options:
-        taint, colon, effect = word.partition(":")
-        key, equals, value = taint.partition("=")
-        fits = _LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value) and (not colon or effect in _EFFECTS)
-        if not fits:
-            faults.append(
-                f"--toleration {word!r}: write KEY, KEY=VALUE or KEY=VALUE:EFFECT; EFFECT is {', '.join(_EFFECTS)}"
-            )
-            continue
-        rule = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
-        found.append({**rule, "effect": effect} if colon else rule)
-    return found
-
-
-MAX_CONFIG_BYTES = 1_000_000
-"""A ConfigMap holds 1 MiB, its own metadata included."""
-MAX_FILE_NAME_BYTES = 255
-_CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 
 
 def cluster_job(request: Request) -> tuple[ClusterJob, str]:
@@ -197,6 +112,40 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
 
 def uses_ray(request: Request, options: KubernetesOptions) -> bool:
     return options.engine == "ray" or (options.engine == "auto" and request.nodes > 1)
+
+
+def job_name(given: str | None, stem: str, kind: str) -> str:
+    """The name that was given, or one made of the config's file name, different for each submission."""
+    if given is not None:
+        return given
+    ending = f"-{kind}-{secrets.token_hex(3)}"
+    begin = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[: MAX_JOB_NAME - len(ending)].strip("-")
+    return f"{begin or 'run'}{ending}"
+
+
+def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
+    """The command in the pod. The config holds everything that was given; these options say what the place decides."""
+    place = ["--output-dir", output]
+    if output != local_output:
+        place += ["--storage.work-dir", local_output]
+    # A pod that starts again continues. An evaluation does so by itself.
+    resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
+    file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
+    if uses_ray(request, options):
+        single = ["--single-gpu"] if split is not None and split.single_gpu else []
+        # CPU runs would fit into one pod.
+        apart = ["--strategy", "spread"] if request.nodes > 1 else []
+        # A fault of the config would come again, and KubeRay does not look at exit codes.
+        driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *single]
+        return [*driver, request.kind, "@", file, *place, *resume]
+    shape: list[str] = []
+    if split is not None:
+        shape = ["--single-gpu"] if split.single_gpu else []
+        shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
+    return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]
+
+
+# Faults, all told at once.
 
 
 def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
@@ -297,23 +246,80 @@ def _secret_keys(value: Any, key: str = "") -> Iterator[str]:
         yield from _secret_keys(item, inner)
 
 
-def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
-    """The command in the pod. The config holds everything that was given; these options say what the place decides."""
-    place = ["--output-dir", output]
-    if output != local_output:
-        place += ["--storage.work-dir", local_output]
-    # A pod that starts again continues. An evaluation does so by itself.
-    resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
-    file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
-    if uses_ray(request, options):
-        single = ["--single-gpu"] if split is not None and split.single_gpu else []
-        # CPU runs would fit into one pod.
-        apart = ["--strategy", "spread"] if request.nodes > 1 else []
-        # A fault of the config would come again, and KubeRay does not look at exit codes.
-        driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *single]
-        return [*driver, request.kind, "@", file, *place, *resume]
-    shape: list[str] = []
-    if split is not None:
-        shape = ["--single-gpu"] if split.single_gpu else []
-        shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
-    return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]
+# The rules of Kubernetes for names and values.
+
+
+def label_fault(option: str, value: str, longest: int = MAX_LABEL) -> Iterator[str]:
+    """One line if a name is no label of RFC 1123."""
+    if not _LABEL.fullmatch(value) or len(value) > longest:
+        nearest = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:longest].strip("-")
+        advice = f": write {nearest!r}" if nearest else ""
+        yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits and inner hyphens{advice}"
+
+
+def subdomain_fault(option: str, value: str, longest: int = 253) -> Iterator[str]:
+    """One line if a name is no DNS subdomain, as names of Secrets, claims and service accounts are."""
+    if not _SUBDOMAIN.fullmatch(value) or len(value) > longest:
+        yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits, inner hyphens and dots"
+
+
+def image_fault(image: str | None) -> Iterator[str]:
+    if image is None:
+        yield "--image is missing: name an image with this package, as in --image registry.example/medarc-rl:1.0"
+        return
+    found = _IMAGE.fullmatch(image)
+    if found is None:
+        yield f"--image {image!r} is no image: write [REGISTRY/]NAME:TAG or [REGISTRY/]NAME@sha256:DIGEST"
+    elif found["tag"] is None and found["digest"] is None:
+        yield f"--image {image!r}: add a tag or a digest, as in {image}:1.0"
+
+
+def quantity_fault(option: str, value: str | None) -> Iterator[str]:
+    if value is not None and not _QUANTITY.fullmatch(value):
+        yield f"{option} {value!r}: write a number of bytes with a unit, as in 64Gi"
+
+
+def variables(options: Sequence[str], faults: list[str]) -> dict[str, str]:
+    """`--env NAME=VALUE`, parsed."""
+    return plain_variables(options, faults, "put it into a Secret and write --secret-env {name}=SECRET/KEY")
+
+
+def secret_variables(options: Sequence[str], faults: list[str]) -> dict[str, tuple[str, str]]:
+    """`--secret-env NAME=SECRET/KEY`, parsed: Secret and key by the variable's name."""
+
+    def reference(text: str) -> tuple[str, str] | None:
+        secret, _, key = text.partition("/")
+        return (secret, key) if _SUBDOMAIN.fullmatch(secret) and _SECRET_KEY.fullmatch(key) else None
+
+    advice = "write NAME=SECRET/KEY: the name of a Secret and a key in it, not the secret itself"
+    return pairs("--secret-env", options, faults, advice, reference, VARIABLE)
+
+
+def node_labels(options: Sequence[str], faults: list[str]) -> dict[str, str]:
+    """`--node-selector LABEL=VALUE`, parsed."""
+    advice = "write LABEL=VALUE, as in nvidia.com/gpu.product=NVIDIA-H100"
+    return pairs(
+        "--node-selector",
+        options,
+        faults,
+        advice,
+        lambda text: text if _LABEL_VALUE.fullmatch(text) else None,
+        _LABEL_KEY,
+    )
+
+
+def tolerations(options: Sequence[str], faults: list[str]) -> list[dict[str, str]]:
+    """`--toleration KEY[=VALUE][:EFFECT]`, as a pod has them."""
+    found = []
+    for word in options:
+        taint, colon, effect = word.partition(":")
+        key, equals, value = taint.partition("=")
+        fits = _LABEL_KEY.fullmatch(key) and _LABEL_VALUE.fullmatch(value) and (not colon or effect in _EFFECTS)
+        if not fits:
+            faults.append(
+                f"--toleration {word!r}: write KEY, KEY=VALUE or KEY=VALUE:EFFECT; EFFECT is {', '.join(_EFFECTS)}"
+            )
+            continue
+        rule = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+        found.append({**rule, "effect": effect} if colon else rule)
+    return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from medarc_rl.backends.backend import LAUNCHERS, STOPS_ITSELF
+from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF
 from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
@@ -36,44 +36,13 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
-_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_LIMIT_S = 60.0
-"""Seconds until the signal must have come."""
-
-
-def submission_id(env: Mapping[str, str]) -> str | None:
-    """The job's id of `ray job submit`; None if this process is in no such job."""
-    try:
-        found = json.loads(env[_JOB_VARIABLE])["metadata"]["job_submission_id"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    return found if isinstance(found, str) else None
-
-
-def stop_own_job() -> None:
-    """Ask Ray to stop this job, and wait for its signal, which ends the process. Returns if it cannot be stopped."""
-    job = submission_id(os.environ)
-    if job is None:
-        sys.stderr.write("warning: --stop-if-refused: this process is in no job of `ray job submit`\n")
-        return
-    import requests
-    from ray.job_submission import JobSubmissionClient
-
-    sys.stderr.write(f"{STOPS_ITSELF}\n")
-    sys.stderr.flush()
-    try:
-        JobSubmissionClient().stop_job(job)
-    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
-        sys.stderr.write(f"warning: it could not be stopped: {type(error).__name__}: {error}\n")
-        return
-    # The handler of SIGTERM ends the wait.
-    threading.Event().wait(_LIMIT_S)
-
-
 ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
 LAUNCHER = "launcher"
 REFUSED = 2
 """Exit code of a launcher whose run cannot be started as configured."""
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_LIMIT_S = 60.0
+"""Seconds until the signal must have come."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,6 +184,38 @@ def _recording_end(file: Path | None) -> Iterator[_End]:
         if file is not None:
             with replacing_file(file) as scratch:
                 scratch.write_text(f"{end.code}\n", encoding="ascii")
+
+
+# KubeRay starts a RayJob again whose Ray job has failed, whatever its exit code; one that was stopped has ended.
+
+
+def stop_own_job() -> None:
+    """Ask Ray to stop this job, and wait for its signal, which ends the process. Returns if it cannot be stopped."""
+    job = submission_id(os.environ)
+    if job is None:
+        sys.stderr.write("warning: --stop-if-refused: this process is in no job of `ray job submit`\n")
+        return
+    import requests
+    from ray.job_submission import JobSubmissionClient
+
+    sys.stderr.write(f"{STOPS_ITSELF}\n")
+    sys.stderr.flush()
+    try:
+        JobSubmissionClient().stop_job(job)
+    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
+        sys.stderr.write(f"warning: it could not be stopped: {type(error).__name__}: {error}\n")
+        return
+    # The handler of SIGTERM ends the wait.
+    threading.Event().wait(_LIMIT_S)
+
+
+def submission_id(env: Mapping[str, str]) -> str | None:
+    """The job's id of `ray job submit`; None if this process is in no such job."""
+    try:
+        found = json.loads(env[_JOB_VARIABLE])["metadata"]["job_submission_id"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _say(line: str) -> None:

@@ -20,9 +20,8 @@ from typing import Any
 
 import medarc_rl
 from medarc_rl.backends.sagemaker.aws import EXTRA, Aws, AwsError, calling
-from medarc_rl.backends.sagemaker.job.in_job import MlPaths
-from medarc_rl.backends.sagemaker.source_files import Bundle, Staged, pack, stage
-from medarc_rl.backends.sagemaker.training_request import JOB_MODULE, SOURCE_CHANNEL, TrainingJob
+from medarc_rl.backends.sagemaker.request import JOB_MODULE, SOURCE_CHANNEL, TrainingJob
+from medarc_rl.backends.sagemaker.source_files import Bundle, MlPaths, Staged, pack, stage
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from medarc_rl.backends.options import PolicyOptions, with_variables
 from medarc_rl.backends.sagemaker.aws import Aws
-from medarc_rl.backends.sagemaker.training_request import (
+from medarc_rl.backends.sagemaker.request import (
     FileSystem,
     S3Prefix,
     input_channels,

@@ -15,10 +15,12 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL, SOURCE_CHANNEL
 from medarc_rl.errors import MedarcError, UsageError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
+
 
 IGNORE_FILES = (".gitignore", ".medarcignore")
 """The later one wins. Both have git's syntax."""
@@ -38,6 +40,17 @@ _SECRETS = (
 _DIRECTORY = "ps_d"
 """Group of pathspec's expressions: the slash after a directory that a pattern names."""
 _MOST_SHOWN = 3
+SOURCE = "source"
+"""Directory of the archive with the project's files."""
+CONFIG = "run.toml"
+"""The resolved config, next to it. Its name tells nothing."""
+_READ_BYTES = 1 << 20
+JOB_ROOT = "/opt/ml"
+_NAMES = ("name", "path", "directory", "file")
+"""Last parts of keys whose value may be a path without a slash."""
+
+
+# Choosing: all files of the project but what the ignore files name, and never a secret.
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +253,7 @@ def megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.1f} MB"
 
 
-SOURCE = "source"
-"""Directory of the archive with the project's files."""
-CONFIG = "run.toml"
-"""The resolved config, next to it. Its name tells nothing."""
-_READ_BYTES = 1 << 20
+# Packing: one archive, whose bytes depend on nothing but names, contents and executable bits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +261,13 @@ class Bundle:
     path: Path
     sha256: str
     size_bytes: int
+
+
+@contextmanager
+def packed(staged: Staged, config: str) -> Iterator[Bundle]:
+    """A job's archive in a directory of its own, which is removed in the end."""
+    with TemporaryDirectory(prefix="medarc-sagemaker-") as scratch:
+        yield pack(Path(scratch) / "source.tar.gz", staged.files, {CONFIG: config}, prefix=f"{SOURCE}/")
 
 
 def pack(target: Path, files: Mapping[str, StagedFile], texts: Mapping[str, str], prefix: str = "") -> Bundle:
@@ -298,13 +314,6 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def packed(staged: Staged, config: str) -> Iterator[Bundle]:
-    """A job's archive in a directory of its own, which is removed in the end."""
-    with TemporaryDirectory(prefix="medarc-sagemaker-") as scratch:
-        yield pack(Path(scratch) / "source.tar.gz", staged.files, {CONFIG: config}, prefix=f"{SOURCE}/")
-
-
 def unpack(archive: Path, target: Path) -> None:
     """Extract an archive. Entries that would leave `target`, links out of it and devices are refused.
 
@@ -319,9 +328,56 @@ def unpack(archive: Path, target: Path) -> None:
         raise MedarcError(f"{archive.name} cannot be unpacked: {' '.join(str(error).split())}") from error
 
 
-JOB_ROOT = "/opt/ml"
-_NAMES = ("name", "path", "directory", "file")
-"""Last parts of keys whose value may be a path without a slash."""
+# In the job: where SageMaker puts them, and whether the config's files are among them.
+
+
+@dataclass(frozen=True, slots=True)
+class MlPaths:
+    """The layout of a training container."""
+
+    root: Path
+
+    @property
+    def hyperparameters(self) -> Path:
+        return self.root / "input" / "config" / "hyperparameters.json"
+
+    @property
+    def resources(self) -> Path:
+        return self.root / "input" / "config" / "resourceconfig.json"
+
+    def channel(self, name: str) -> Path:
+        return self.root / "input" / "data" / name
+
+    @property
+    def archive(self) -> Path:
+        return self.channel(SOURCE_CHANNEL) / "source.tar.gz"
+
+    @property
+    def code(self) -> Path:
+        """Where the archive is unpacked."""
+        return self.root / "code"
+
+    @property
+    def source(self) -> Path:
+        return self.code / SOURCE
+
+    @property
+    def config(self) -> Path:
+        return self.code / CONFIG
+
+    @property
+    def run(self) -> Path:
+        """The run's directory on one instance."""
+        return self.root / "checkpoints"
+
+    def shared(self, run: str) -> Path:
+        """What the instances of a run share."""
+        return self.channel(SHARED_CHANNEL) / run
+
+    @property
+    def failure(self) -> Path:
+        """SageMaker shows the first 1024 characters of this file as the reason of a failure."""
+        return self.root / "output" / "failure"
 
 
 def relocated(table: Mapping[str, Any], project: Path, staged: Staged) -> tuple[dict[str, Any], list[str]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from medarc_rl.backends.backend import CONFIGS, RAY_DRIVER, Prepared, Request, Submitted
+from medarc_rl.backends.protocol import CONFIGS, RAY_DRIVER, Prepared, Request, Submitted
 from medarc_rl.cli import warn
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError, UsageError

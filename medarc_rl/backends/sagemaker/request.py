@@ -18,130 +18,95 @@ from medarc_rl.errors import MedarcError, UsageError
 if TYPE_CHECKING:
     from botocore.model import Shape
 
-SHARED_CHANNEL = "shared"
-"""SageMaker mounts the directory as the channel of this name."""
-_TYPES = {"fsx": "FSxLustre", "efs": "EFS"}
-_ID = re.compile(r"fs-[0-9a-f]{8,18}")
-_FILE_SYSTEM_EXAMPLE = "as in --file-system fsx:fs-0123456789abcdef0:/mountname/runs"
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    kind: str
-    """`fsx` or `efs`."""
-    id: str
-    path: str
-    """Of the directory. On FSx it begins with the mount name of the file system."""
-
-    @classmethod
-    def of(cls, text: str) -> FileSystem:
-        """Parse `KIND:ID:/PATH`. Raises UsageError."""
-        kind, _, rest = text.partition(":")
-        name, _, path = rest.partition(":")
-        if kind not in _TYPES:
-            raise UsageError(f"--file-system {text!r}: write fsx:ID:/PATH or efs:ID:/PATH, {_FILE_SYSTEM_EXAMPLE}")
-        if _ID.fullmatch(name) is None:
-            raise UsageError(
-                f"--file-system {text!r}: {name!r} is no file system's id; write it {_FILE_SYSTEM_EXAMPLE}"
-            )
-        parts = path.split("/")
-        if parts[0] or len(path) > 4096 or not path.isprintable() or not {".", ".."}.isdisjoint(parts):
-            raise UsageError(
-                f"--file-system {text!r}: the path begins with / and has no '..'; write it {_FILE_SYSTEM_EXAMPLE}"
-            )
-        if kind == "fsx" and not path.strip("/"):
-            raise UsageError(
-                f"--file-system {text!r}: a path on FSx begins with its mount name, {_FILE_SYSTEM_EXAMPLE}"
-            )
-        return cls(kind, name, path.rstrip("/") or "/")
-
-    def channel(self) -> dict[str, Any]:
-        """The channel of a CreateTrainingJob request."""
-        source = {
-            "FileSystemId": self.id,
-            "FileSystemAccessMode": "rw",
-            "FileSystemType": _TYPES[self.kind],
-            "DirectoryPath": self.path,
-        }
-        return {"ChannelName": SHARED_CHANNEL, "DataSource": {"FileSystemDataSource": source}, "InputMode": "File"}
-
-
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_KEY = re.compile(r"[A-Za-z0-9!_.*'()/=+@,-]*")
-_MOST_KEY_CHARS = 700
-"""S3 allows 1024 bytes; SageMaker appends names of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class S3Prefix:
-    bucket: str
-    key: str
-    """Without slashes at its ends; may be empty."""
-
-    @classmethod
-    def of(cls, uri: str, option: str = "--s3") -> S3Prefix:
-        """Raises UsageError for anything but `s3://BUCKET` or `s3://BUCKET/PREFIX`."""
-        scheme, _, rest = uri.partition("://")
-        bucket, _, key = rest.partition("/")
-        if scheme != "s3" or not bucket:
-            raise UsageError(f"{option} {uri!r}: write s3://BUCKET/PREFIX")
-        if not _BUCKET.fullmatch(bucket) or ".." in bucket:
-            raise UsageError(
-                f"{option}: {bucket!r} is no bucket's name: 3 to 63 lower-case letters, digits, dots and hyphens"
-            )
-        if not _KEY.fullmatch(key) or len(key) > _MOST_KEY_CHARS:
-            raise UsageError(
-                f"{option}: the prefix {key[:80]!r} is longer than {_MOST_KEY_CHARS} characters, or has others than "
-                "letters, digits and !_.*'()/=+@,-"
-            )
-        return cls(bucket, key.strip("/"))
-
-    def below(self, *names: str) -> S3Prefix:
-        return S3Prefix(self.bucket, "/".join(part for part in (self.key, *names) if part))
-
-    @property
-    def uri(self) -> str:
-        return f"s3://{self.bucket}/{self.key}"
-
-
-@dataclass(frozen=True, slots=True)
-class JobPlaces:
-    """The prefixes of one job."""
-
-    root: S3Prefix
-    earlier_run: S3Prefix | None = None
-    """The directory of an earlier job's run, which this job continues."""
-
-    @property
-    def source(self) -> S3Prefix:
-        """A channel: SageMaker copies all of it into the job."""
-        return self.root.below("source")
-
-    @property
-    def archive(self) -> S3Prefix:
-        return self.source.below("source.tar.gz")
-
-    @property
-    def run(self) -> S3Prefix:
-        """The run's directory, which SageMaker copies here while the job runs, and back when it restarts."""
-        return self.earlier_run or self.root.below("run")
-
-    @property
-    def output(self) -> S3Prefix:
-        return self.root.below("output")
-
-
-def input_channels(words: Sequence[str], faults: list[str]) -> dict[str, str]:
-    """`--input NAME=s3://BUCKET/PREFIX`, parsed: the place of each channel, as typed."""
-    return pairs("--input", words, faults, "write NAME=s3://BUCKET/PREFIX", str)
-
 
 JOB_MODULE = "medarc_rl.backends.sagemaker.job.in_job"
 SOURCE_CHANNEL = "source"
+SHARED_CHANNEL = "shared"
+"""SageMaker mounts the directory as the channel of this name."""
 RUN_DIR = "/opt/ml/checkpoints"
 """The run's directory in the job. SageMaker copies what changes there to S3, and back when the job restarts."""
 LONGEST_S = 28 * 86400
 """SageMaker's limit of a job's time. An account's own quota may be shorter."""
+MOST_CHARS = 63
+PATTERN = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_RULE = f"letters, digits and inner hyphens, at most {MOST_CHARS} characters"
+_TYPES = {"fsx": "FSxLustre", "efs": "EFS"}
+_ID = re.compile(r"fs-[0-9a-f]{8,18}")
+_FILE_SYSTEM_EXAMPLE = "as in --file-system fsx:fs-0123456789abcdef0:/mountname/runs"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_KEY = re.compile(r"[A-Za-z0-9!_.*'()/=+@,-]*")
+_MOST_KEY_CHARS = 700
+"""S3 allows 1024 bytes; SageMaker appends names of its own."""
+_SECRETS_MANAGER = re.compile(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+(#[\w.-]+)?")
+_PARAMETER = re.compile(r"arn:aws[a-z-]*:ssm:[a-z0-9-]+:\d{12}:parameter/[A-Za-z0-9/_.-]+")
+_SECRET_EXAMPLE = (
+    "NAME=arn:aws:secretsmanager:REGION:ACCOUNT:secret:ID, with #KEY for one key of a JSON secret, or "
+    "NAME=arn:aws:ssm:REGION:ACCOUNT:parameter/PATH"
+)
+_BY_SIZE: dict[str, dict[str, int]] = {
+    # Sizes of a family that have more than one GPU; every other size has one.
+    "p2": {"8xlarge": 8, "16xlarge": 16},
+    "p3": {"8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8},
+    "p4d": {"24xlarge": 8},
+    "p4de": {"24xlarge": 8},
+    "p5": {"48xlarge": 8},
+    "p5e": {"48xlarge": 8},
+    "p5en": {"48xlarge": 8},
+    "p6-b200": {"48xlarge": 8},
+    "p6-b300": {"48xlarge": 8},
+    "p6e-gb200": {"36xlarge": 4},
+    "g4dn": {"12xlarge": 4},
+    "g5": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
+    "g6": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
+    "g6e": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
+}
+_TYPE = re.compile(r"ml\.(?P<family>[a-z0-9-]+)\.(?P<size>[a-z0-9]+)")
+_WITHOUT_GPUS = re.compile(r"[cmrt]\d[a-z]*(-flex)?")
+_SHOWN_CHARS = 80
+OPTIONS: Mapping[str, str] = {
+    "TrainingJobName": "--name",
+    "RoleArn": "--role",
+    "AlgorithmSpecification.TrainingImage": "--image",
+    "ResourceConfig.InstanceType": "--instance-type",
+    "ResourceConfig.InstanceCount": "--nodes",
+    "ResourceConfig.VolumeSizeInGB": "--volume-gb",
+    "ResourceConfig.VolumeKmsKeyId": "--kms-key",
+    "OutputDataConfig.KmsKeyId": "--kms-key",
+    "OutputDataConfig.S3OutputPath": "--s3",
+    "CheckpointConfig.S3Uri": "--s3",
+    "InputDataConfig[].ChannelName": "--input",
+    "InputDataConfig[].DataSource.S3DataSource.S3Uri": "--input",
+    "InputDataConfig": "--input",
+    "InputDataConfig[].DataSource.FileSystemDataSource.FileSystemId": "--file-system",
+    "InputDataConfig[].DataSource.FileSystemDataSource.DirectoryPath": "--file-system",
+    "VpcConfig.SecurityGroupIds": "--security-group",
+    "VpcConfig.SecurityGroupIds[]": "--security-group",
+    "VpcConfig.Subnets": "--subnet",
+    "VpcConfig.Subnets[]": "--subnet",
+    "StoppingCondition.MaxRuntimeInSeconds": "--deadline",
+    "StoppingCondition.MaxWaitTimeInSeconds": "--max-wait",
+    "Tags": "--tag",
+    "Tags[].Key": "--tag",
+    "Tags[].Value": "--tag",
+    "Environment": "--env",
+    "Environment.key": "--env",
+    "Environment.value": "--env",
+    "HyperParameters.value": "--secret-env",
+}
+"""The option that sets a member of the request. `[]` is any item of a list."""
+EXAMPLES: Mapping[str, str] = {
+    "RoleArn": "arn:aws:iam::123456789012:role/medarc-training",
+    "ResourceConfig.InstanceType": "ml.g5.2xlarge",
+    "OutputDataConfig.S3OutputPath": "s3://BUCKET/PREFIX",
+    "CheckpointConfig.S3Uri": "s3://BUCKET/PREFIX",
+    "InputDataConfig[].DataSource.S3DataSource.S3Uri": "--input data=s3://BUCKET/PREFIX",
+    "InputDataConfig[].ChannelName": "--input data=s3://BUCKET/PREFIX",
+    "VpcConfig.Subnets[]": "subnet-0123456789abcdef0",
+    "VpcConfig.SecurityGroupIds[]": "sg-0123456789abcdef0",
+    "Environment.key": "--env OMP_NUM_THREADS=8",
+    "Tags[].Key": "--tag team=radiology",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,52 +246,7 @@ def _file_system_faults(job: TrainingJob) -> list[str]:
     return faults
 
 
-_BY_SIZE: dict[str, dict[str, int]] = {
-    # Sizes of a family that have more than one GPU; every other size has one.
-    "p2": {"8xlarge": 8, "16xlarge": 16},
-    "p3": {"8xlarge": 4, "16xlarge": 8},
-    "p3dn": {"24xlarge": 8},
-    "p4d": {"24xlarge": 8},
-    "p4de": {"24xlarge": 8},
-    "p5": {"48xlarge": 8},
-    "p5e": {"48xlarge": 8},
-    "p5en": {"48xlarge": 8},
-    "p6-b200": {"48xlarge": 8},
-    "p6-b300": {"48xlarge": 8},
-    "p6e-gb200": {"36xlarge": 4},
-    "g4dn": {"12xlarge": 4},
-    "g5": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
-    "g6": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
-    "g6e": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8},
-}
-_TYPE = re.compile(r"ml\.(?P<family>[a-z0-9-]+)\.(?P<size>[a-z0-9]+)")
-_WITHOUT_GPUS = re.compile(r"[cmrt]\d[a-z]*(-flex)?")
-
-
-def gpus_of(instance_type: str) -> int | None:
-    """Number of GPUs of one instance; None if this table does not know the type."""
-    match = _TYPE.fullmatch(instance_type)
-    if match is None:
-        return None
-    if match["family"] in _BY_SIZE:
-        return _BY_SIZE[match["family"]].get(match["size"], 1)
-    return 0 if _WITHOUT_GPUS.fullmatch(match["family"]) else None
-
-
-def smallest_with(gpus: int, family: str) -> str | None:
-    """The smallest instance type of a family with at least so many GPUs."""
-    sizes = sorted(_BY_SIZE.get(family, {}).items(), key=lambda item: (item[1], item[0]))
-    return next((f"ml.{family}.{size}" for size, count in sizes if count >= gpus), None)
-
-
-def family_of(instance_type: str) -> str:
-    match = _TYPE.fullmatch(instance_type)
-    return match["family"] if match else ""
-
-
-MOST_CHARS = 63
-PATTERN = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
-_RULE = f"letters, digits and inner hyphens, at most {MOST_CHARS} characters"
+# Its parts: the name, places on S3, a shared file system, secrets by reference, instance types.
 
 
 def opaque_name(now_s: float, token: str | None = None) -> str:
@@ -348,12 +268,109 @@ def nearest_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "-", name)[: MOST_CHARS + 1].strip("-")[:MOST_CHARS].strip("-")
 
 
-_SECRETS_MANAGER = re.compile(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+(#[\w.-]+)?")
-_PARAMETER = re.compile(r"arn:aws[a-z-]*:ssm:[a-z0-9-]+:\d{12}:parameter/[A-Za-z0-9/_.-]+")
-_SECRET_EXAMPLE = (
-    "NAME=arn:aws:secretsmanager:REGION:ACCOUNT:secret:ID, with #KEY for one key of a JSON secret, or "
-    "NAME=arn:aws:ssm:REGION:ACCOUNT:parameter/PATH"
-)
+@dataclass(frozen=True, slots=True)
+class S3Prefix:
+    bucket: str
+    key: str
+    """Without slashes at its ends; may be empty."""
+
+    @classmethod
+    def of(cls, uri: str, option: str = "--s3") -> S3Prefix:
+        """Raises UsageError for anything but `s3://BUCKET` or `s3://BUCKET/PREFIX`."""
+        scheme, _, rest = uri.partition("://")
+        bucket, _, key = rest.partition("/")
+        if scheme != "s3" or not bucket:
+            raise UsageError(f"{option} {uri!r}: write s3://BUCKET/PREFIX")
+        if not _BUCKET.fullmatch(bucket) or ".." in bucket:
+            raise UsageError(
+                f"{option}: {bucket!r} is no bucket's name: 3 to 63 lower-case letters, digits, dots and hyphens"
+            )
+        if not _KEY.fullmatch(key) or len(key) > _MOST_KEY_CHARS:
+            raise UsageError(
+                f"{option}: the prefix {key[:80]!r} is longer than {_MOST_KEY_CHARS} characters, or has others than "
+                "letters, digits and !_.*'()/=+@,-"
+            )
+        return cls(bucket, key.strip("/"))
+
+    def below(self, *names: str) -> S3Prefix:
+        return S3Prefix(self.bucket, "/".join(part for part in (self.key, *names) if part))
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlaces:
+    """The prefixes of one job."""
+
+    root: S3Prefix
+    earlier_run: S3Prefix | None = None
+    """The directory of an earlier job's run, which this job continues."""
+
+    @property
+    def source(self) -> S3Prefix:
+        """A channel: SageMaker copies all of it into the job."""
+        return self.root.below("source")
+
+    @property
+    def archive(self) -> S3Prefix:
+        return self.source.below("source.tar.gz")
+
+    @property
+    def run(self) -> S3Prefix:
+        """The run's directory, which SageMaker copies here while the job runs, and back when it restarts."""
+        return self.earlier_run or self.root.below("run")
+
+    @property
+    def output(self) -> S3Prefix:
+        return self.root.below("output")
+
+
+def input_channels(words: Sequence[str], faults: list[str]) -> dict[str, str]:
+    """`--input NAME=s3://BUCKET/PREFIX`, parsed: the place of each channel, as typed."""
+    return pairs("--input", words, faults, "write NAME=s3://BUCKET/PREFIX", str)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    kind: str
+    """`fsx` or `efs`."""
+    id: str
+    path: str
+    """Of the directory. On FSx it begins with the mount name of the file system."""
+
+    @classmethod
+    def of(cls, text: str) -> FileSystem:
+        """Parse `KIND:ID:/PATH`. Raises UsageError."""
+        kind, _, rest = text.partition(":")
+        name, _, path = rest.partition(":")
+        if kind not in _TYPES:
+            raise UsageError(f"--file-system {text!r}: write fsx:ID:/PATH or efs:ID:/PATH, {_FILE_SYSTEM_EXAMPLE}")
+        if _ID.fullmatch(name) is None:
+            raise UsageError(
+                f"--file-system {text!r}: {name!r} is no file system's id; write it {_FILE_SYSTEM_EXAMPLE}"
+            )
+        parts = path.split("/")
+        if parts[0] or len(path) > 4096 or not path.isprintable() or not {".", ".."}.isdisjoint(parts):
+            raise UsageError(
+                f"--file-system {text!r}: the path begins with / and has no '..'; write it {_FILE_SYSTEM_EXAMPLE}"
+            )
+        if kind == "fsx" and not path.strip("/"):
+            raise UsageError(
+                f"--file-system {text!r}: a path on FSx begins with its mount name, {_FILE_SYSTEM_EXAMPLE}"
+            )
+        return cls(kind, name, path.rstrip("/") or "/")
+
+    def channel(self) -> dict[str, Any]:
+        """The channel of a CreateTrainingJob request."""
+        source = {
+            "FileSystemId": self.id,
+            "FileSystemAccessMode": "rw",
+            "FileSystemType": _TYPES[self.kind],
+            "DirectoryPath": self.path,
+        }
+        return {"ChannelName": SHARED_CHANNEL, "DataSource": {"FileSystemDataSource": source}, "InputMode": "File"}
 
 
 def references(words: Sequence[str]) -> dict[str, str]:
@@ -415,52 +432,31 @@ def _of_key(name: str, arn: str, key: str, text: str) -> str:
     return str(value)
 
 
-_SHOWN_CHARS = 80
+def gpus_of(instance_type: str) -> int | None:
+    """Number of GPUs of one instance; None if this table does not know the type."""
+    match = _TYPE.fullmatch(instance_type)
+    if match is None:
+        return None
+    if match["family"] in _BY_SIZE:
+        return _BY_SIZE[match["family"]].get(match["size"], 1)
+    return 0 if _WITHOUT_GPUS.fullmatch(match["family"]) else None
 
-OPTIONS: Mapping[str, str] = {
-    "TrainingJobName": "--name",
-    "RoleArn": "--role",
-    "AlgorithmSpecification.TrainingImage": "--image",
-    "ResourceConfig.InstanceType": "--instance-type",
-    "ResourceConfig.InstanceCount": "--nodes",
-    "ResourceConfig.VolumeSizeInGB": "--volume-gb",
-    "ResourceConfig.VolumeKmsKeyId": "--kms-key",
-    "OutputDataConfig.KmsKeyId": "--kms-key",
-    "OutputDataConfig.S3OutputPath": "--s3",
-    "CheckpointConfig.S3Uri": "--s3",
-    "InputDataConfig[].ChannelName": "--input",
-    "InputDataConfig[].DataSource.S3DataSource.S3Uri": "--input",
-    "InputDataConfig": "--input",
-    "InputDataConfig[].DataSource.FileSystemDataSource.FileSystemId": "--file-system",
-    "InputDataConfig[].DataSource.FileSystemDataSource.DirectoryPath": "--file-system",
-    "VpcConfig.SecurityGroupIds": "--security-group",
-    "VpcConfig.SecurityGroupIds[]": "--security-group",
-    "VpcConfig.Subnets": "--subnet",
-    "VpcConfig.Subnets[]": "--subnet",
-    "StoppingCondition.MaxRuntimeInSeconds": "--deadline",
-    "StoppingCondition.MaxWaitTimeInSeconds": "--max-wait",
-    "Tags": "--tag",
-    "Tags[].Key": "--tag",
-    "Tags[].Value": "--tag",
-    "Environment": "--env",
-    "Environment.key": "--env",
-    "Environment.value": "--env",
-    "HyperParameters.value": "--secret-env",
-}
-"""The option that sets a member of the request. `[]` is any item of a list."""
 
-EXAMPLES: Mapping[str, str] = {
-    "RoleArn": "arn:aws:iam::123456789012:role/medarc-training",
-    "ResourceConfig.InstanceType": "ml.g5.2xlarge",
-    "OutputDataConfig.S3OutputPath": "s3://BUCKET/PREFIX",
-    "CheckpointConfig.S3Uri": "s3://BUCKET/PREFIX",
-    "InputDataConfig[].DataSource.S3DataSource.S3Uri": "--input data=s3://BUCKET/PREFIX",
-    "InputDataConfig[].ChannelName": "--input data=s3://BUCKET/PREFIX",
-    "VpcConfig.Subnets[]": "subnet-0123456789abcdef0",
-    "VpcConfig.SecurityGroupIds[]": "sg-0123456789abcdef0",
-    "Environment.key": "--env OMP_NUM_THREADS=8",
-    "Tags[].Key": "--tag team=radiology",
-}
+def smallest_with(gpus: int, family: str) -> str | None:
+    """The smallest instance type of a family with at least so many GPUs."""
+    sizes = sorted(_BY_SIZE.get(family, {}).items(), key=lambda item: (item[1], item[0]))
+    return next((f"ml.{family}.{size}" for size, count in sizes if count >= gpus), None)
+
+
+def family_of(instance_type: str) -> str:
+    match = _TYPE.fullmatch(instance_type)
+    return match["family"] if match else ""
+
+
+# Rules that botocore's model of the API states. botocore itself checks only types and required members; names, lengths,
+
+
+# ranges and lists of values come back from the service as an error, after the upload.
 
 
 def request_faults(request: Mapping[str, Any]) -> list[str]:

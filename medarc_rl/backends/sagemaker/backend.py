@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.backends.backend import Prepared, Request, Submitted
 from medarc_rl.backends.options import (
     LIMIT_S,
     ROLE_VARIABLE,
@@ -22,11 +21,11 @@ from medarc_rl.backends.options import (
     plain_variables,
     with_variables,
 )
+from medarc_rl.backends.protocol import Prepared, Request, Submitted
 from medarc_rl.backends.sagemaker.aws import Aws, AwsError, Patience, calling, require_boto3
 from medarc_rl.backends.sagemaker.docker import ImageBuild, LocalContainer, build_and_push, require_docker
 from medarc_rl.backends.sagemaker.permissions import LOG_GROUP
-from medarc_rl.backends.sagemaker.source_files import Staged, packed, relocated, stage
-from medarc_rl.backends.sagemaker.training_request import (
+from medarc_rl.backends.sagemaker.request import (
     RUN_DIR,
     FileSystem,
     JobPlaces,
@@ -42,6 +41,7 @@ from medarc_rl.backends.sagemaker.training_request import (
     rule_faults,
     smallest_with,
 )
+from medarc_rl.backends.sagemaker.source_files import Staged, packed, relocated, stage
 from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobRecord, State, Status
@@ -55,111 +55,7 @@ _LATE_LOOKS, _LATE_LOOK_EVERY_S = 3, 1.5
 """After a job's end, until so many looks brought nothing: CloudWatch shows lines seconds after they were written."""
 _ENDS: Mapping[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
 _BEFORE_THE_RUN = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack")
-
-
-def described(sagemaker: Any, name: str) -> Mapping[str, Any] | None:
-    """What SageMaker knows of a job; None if it knows none of this name. Raises AwsError."""
-    try:
-        with calling(f"sagemaker:DescribeTrainingJob {name}"):
-            found: Mapping[str, Any] = sagemaker.describe_training_job(TrainingJobName=name)
-            return found
-    except AwsError as error:
-        # There is no code of its own for this.
-        if error.code == "ResourceNotFound" or (error.code == "ValidationException" and "not" in str(error).lower()):
-            return None
-        raise
-
-
-def status_of(job: Mapping[str, Any] | None) -> Status:
-    """Waiting for an instance is `queued`; a job that ran out of time has failed, though SageMaker calls it stopped."""
-    if job is None:
-        return Status("unknown", "SageMaker knows no job of this name in this region")
-    status, phase = str(job.get("TrainingJobStatus", "")), str(job.get("SecondaryStatus", ""))
-    detail = _detail(job, phase)
-    if phase in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
-        option = "--deadline" if phase == "MaxRuntimeExceeded" else "--max-wait"
-        return Status("failed", f"{phase}: raise {option}; what was saved is in S3")
-    if status in _ENDS:
-        return Status(_ENDS[status], detail)
-    if status in ("InProgress", "Stopping"):
-        return Status("queued" if phase in _BEFORE_THE_RUN else "running", detail)
-    return Status("unknown", f"SageMaker says {status!r}")
-
-
-def _detail(job: Mapping[str, Any], phase: str) -> str:
-    reason = " ".join(str(job.get("FailureReason", "")).split())
-    if reason or job.get("TrainingJobStatus") in _ENDS:
-        return reason or phase
-    transitions = job.get("SecondaryStatusTransitions") or [{}]
-    message = " ".join(str(transitions[-1].get("StatusMessage", "")).split())
-    return ": ".join(part for part in (phase, message) if part)
-
-
-class JobLogs:
-    """The lines that a job's instances have written so far."""
-
-    def __init__(self, logs: Any, name: str) -> None:
-        self._logs = logs
-        self._name = name
-        self._tokens: dict[str, str] = {}
-
-    def new_lines(self) -> Iterator[str]:
-        """Lines since the last call. With several instances each line begins with its instance. Raises AwsError."""
-        streams = self._streams()
-        for stream in streams:
-            prefix = f"{_instance(stream, self._name)}: " if len(streams) > 1 else ""
-            yield from (f"{prefix}{line}" for line in self._of_stream(stream))
-
-    def _streams(self) -> list[str]:
-        with calling("logs:DescribeLogStreams"):
-            try:
-                pages = self._logs.get_paginator("describe_log_streams").paginate(
-                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self._name}/"
-                )
-                return sorted(str(each["logStreamName"]) for page in pages for each in page["logStreams"])
-            except self._logs.exceptions.ResourceNotFoundException:
-                return []  # the account has run no job yet
-
-    def _of_stream(self, stream: str) -> Iterator[str]:
-        while True:
-            given = {"nextToken": self._tokens[stream]} if stream in self._tokens else {}
-            with calling("logs:GetLogEvents"):
-                page = self._logs.get_log_events(
-                    logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **given
-                )
-            yield from (line for event in page["events"] for line in _lines(str(event["message"])))
-            token = str(page["nextForwardToken"])
-            # The same token again means that there is no more for now.
-            if token == self._tokens.get(stream):
-                return
-            self._tokens[stream] = token
-
-
-def _lines(message: str) -> list[str]:
-    # A progress bar's carriage returns would hide what was written before them.
-    return message.replace("\r", "\n").splitlines() or [""]
-
-
-def _instance(stream: str, name: str) -> str:
-    return stream.removeprefix(f"{name}/").rpartition("-")[0] or stream
-
-
-def followed(
-    logs: JobLogs, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
-) -> Iterator[str]:
-    """The lines of a job until it has ended, however long it runs."""
-    quiet_looks = 0
-    while True:
-        ended = has_ended()
-        number = 0
-        for number, line in enumerate(logs.new_lines(), start=1):  # noqa: B007 - the count is used below
-            yield line
-        quiet_looks = 0 if number or not ended else quiet_looks + 1
-        if quiet_looks >= _LATE_LOOKS:
-            return
-        pause(_LATE_LOOK_EVERY_S if ended else LOOK_EVERY_S)
-
-
+_UPLOAD_PART_BYTES = 16 << 20
 _NO_PLACE = "s3://local/runs"
 """Stands for the prefix of a job that is not sent."""
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
@@ -178,6 +74,101 @@ class PreparedTraining(Prepared):
     profile: str | None
     build: ImageBuild | None
     is_local: bool
+
+
+class SageMaker:
+    """Implements `Backend`."""
+
+    def __init__(self, patience: Patience | None = None, pause: Callable[[float], object] = time.sleep) -> None:
+        self._patience = patience
+        self._pause = pause
+
+    def prepare(self, request: Request) -> PreparedTraining:
+        return prepared_training(request)
+
+    def submit(self, prepared: PreparedTraining) -> Submitted:
+        """Build and push the image, upload the project's files, create the job.
+
+        Raises:
+            UsageError: the name is taken.
+            MedarcError: a step failed. Nothing runs then; the line says what was left in S3.
+        """
+        aws = Aws(prepared.region, prepared.profile, self._patience)
+        for line in prepared.staged.left_out:
+            say(f"left out: {line}")
+        job = prepared.job
+        if described(aws.client("sagemaker"), job.name) is not None:
+            # Its files would be replaced, which it reads again when it restarts.
+            raise UsageError(f"--name {job.name}: SageMaker has such a job, and never forgets a name: give another one")
+        if prepared.build is not None:
+            job = replace(job, image=build_and_push(prepared.build, aws, say))
+        with packed(prepared.staged, prepared.config) as bundle:
+            if bundle.sha256 != job.source_sha256:
+                raise MedarcError("the project's files changed while they were checked; submit again")
+            _upload(aws, job, bundle.path)
+        try:
+            return Submitted(_created(aws.client("sagemaker"), job))
+        except AwsError as error:
+            raise AwsError(
+                f"{error}; no job was made; its files stay at {job.places.archive.uri}", error.code
+            ) from error
+
+    def status(self, record: JobRecord) -> Status:
+        return status_of(described(self._aws(record).client("sagemaker"), record.id))
+
+    def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
+        aws = self._aws(record)
+        lines = JobLogs(aws.client("logs"), record.id)
+        if not follow:
+            return lines.new_lines()
+        sagemaker = aws.client("sagemaker")
+
+        def has_ended() -> bool:
+            state = status_of(described(sagemaker, record.id))
+            return state.has_ended or state.state == "unknown"
+
+        return followed(lines, has_ended, self._pause)
+
+    def cancel(self, record: JobRecord) -> None:
+        with calling(f"sagemaker:StopTrainingJob {record.id}"):
+            self._aws(record).client("sagemaker").stop_training_job(TrainingJobName=record.id)
+
+    def _aws(self, record: JobRecord) -> Aws:
+        return Aws(record.details.get("region"), record.details.get("profile"), self._patience)
+
+
+def _upload(aws: Aws, job: TrainingJob, path: Path) -> None:
+    from boto3.s3.transfer import TransferConfig
+
+    place = job.places.archive
+    encryption = {} if job.kms_key is None else {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.kms_key}
+    with calling(f"upload to {place.uri}"):
+        aws.client("s3").upload_file(
+            str(path),
+            place.bucket,
+            place.key,
+            ExtraArgs={"Metadata": {"sha256": job.source_sha256}, **encryption},
+            Config=TransferConfig(multipart_chunksize=_UPLOAD_PART_BYTES),
+        )
+
+
+def _created(sagemaker: Any, job: TrainingJob) -> str:
+    try:
+        with calling(f"sagemaker:CreateTrainingJob {job.name}"):
+            sagemaker.create_training_job(**job.request())
+    except AwsError as error:
+        # An answer that was lost is asked for again, and the second request then finds the first one's job.
+        if error.code != "ResourceInUse" or not _is_ours(sagemaker, job):
+            raise
+    return job.name
+
+
+def _is_ours(sagemaker: Any, job: TrainingJob) -> bool:
+    found = described(sagemaker, job.name) or {}
+    return bool(found.get("HyperParameters", {}).get("source_sha256") == job.source_sha256)
+
+
+# Preparing: checks a run and decides what would be sent. Contacts nobody and writes nothing.
 
 
 def prepared_training(request: Request) -> PreparedTraining:
@@ -405,96 +396,107 @@ def run_local(prepared: PreparedTraining) -> int:
     return container.run(say)
 
 
-_UPLOAD_PART_BYTES = 16 << 20
+# State and output, from SageMaker and CloudWatch.
 
 
-class SageMaker:
-    """Implements `Backend`."""
-
-    def __init__(self, patience: Patience | None = None, pause: Callable[[float], object] = time.sleep) -> None:
-        self._patience = patience
-        self._pause = pause
-
-    def prepare(self, request: Request) -> PreparedTraining:
-        return prepared_training(request)
-
-    def submit(self, prepared: PreparedTraining) -> Submitted:
-        """Build and push the image, upload the project's files, create the job.
-
-        Raises:
-            UsageError: the name is taken.
-            MedarcError: a step failed. Nothing runs then; the line says what was left in S3.
-        """
-        aws = Aws(prepared.region, prepared.profile, self._patience)
-        for line in prepared.staged.left_out:
-            say(f"left out: {line}")
-        job = prepared.job
-        if described(aws.client("sagemaker"), job.name) is not None:
-            # Its files would be replaced, which it reads again when it restarts.
-            raise UsageError(f"--name {job.name}: SageMaker has such a job, and never forgets a name: give another one")
-        if prepared.build is not None:
-            job = replace(job, image=build_and_push(prepared.build, aws, say))
-        with packed(prepared.staged, prepared.config) as bundle:
-            if bundle.sha256 != job.source_sha256:
-                raise MedarcError("the project's files changed while they were checked; submit again")
-            _upload(aws, job, bundle.path)
-        try:
-            return Submitted(_created(aws.client("sagemaker"), job))
-        except AwsError as error:
-            raise AwsError(
-                f"{error}; no job was made; its files stay at {job.places.archive.uri}", error.code
-            ) from error
-
-    def status(self, record: JobRecord) -> Status:
-        return status_of(described(self._aws(record).client("sagemaker"), record.id))
-
-    def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        aws = self._aws(record)
-        lines = JobLogs(aws.client("logs"), record.id)
-        if not follow:
-            return lines.new_lines()
-        sagemaker = aws.client("sagemaker")
-
-        def has_ended() -> bool:
-            state = status_of(described(sagemaker, record.id))
-            return state.has_ended or state.state == "unknown"
-
-        return followed(lines, has_ended, self._pause)
-
-    def cancel(self, record: JobRecord) -> None:
-        with calling(f"sagemaker:StopTrainingJob {record.id}"):
-            self._aws(record).client("sagemaker").stop_training_job(TrainingJobName=record.id)
-
-    def _aws(self, record: JobRecord) -> Aws:
-        return Aws(record.details.get("region"), record.details.get("profile"), self._patience)
-
-
-def _upload(aws: Aws, job: TrainingJob, path: Path) -> None:
-    from boto3.s3.transfer import TransferConfig
-
-    place = job.places.archive
-    encryption = {} if job.kms_key is None else {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.kms_key}
-    with calling(f"upload to {place.uri}"):
-        aws.client("s3").upload_file(
-            str(path),
-            place.bucket,
-            place.key,
-            ExtraArgs={"Metadata": {"sha256": job.source_sha256}, **encryption},
-            Config=TransferConfig(multipart_chunksize=_UPLOAD_PART_BYTES),
-        )
-
-
-def _created(sagemaker: Any, job: TrainingJob) -> str:
+def described(sagemaker: Any, name: str) -> Mapping[str, Any] | None:
+    """What SageMaker knows of a job; None if it knows none of this name. Raises AwsError."""
     try:
-        with calling(f"sagemaker:CreateTrainingJob {job.name}"):
-            sagemaker.create_training_job(**job.request())
+        with calling(f"sagemaker:DescribeTrainingJob {name}"):
+            found: Mapping[str, Any] = sagemaker.describe_training_job(TrainingJobName=name)
+            return found
     except AwsError as error:
-        # An answer that was lost is asked for again, and the second request then finds the first one's job.
-        if error.code != "ResourceInUse" or not _is_ours(sagemaker, job):
-            raise
-    return job.name
+        # There is no code of its own for this.
+        if error.code == "ResourceNotFound" or (error.code == "ValidationException" and "not" in str(error).lower()):
+            return None
+        raise
 
 
-def _is_ours(sagemaker: Any, job: TrainingJob) -> bool:
-    found = described(sagemaker, job.name) or {}
-    return bool(found.get("HyperParameters", {}).get("source_sha256") == job.source_sha256)
+def status_of(job: Mapping[str, Any] | None) -> Status:
+    """Waiting for an instance is `queued`; a job that ran out of time has failed, though SageMaker calls it stopped."""
+    if job is None:
+        return Status("unknown", "SageMaker knows no job of this name in this region")
+    status, phase = str(job.get("TrainingJobStatus", "")), str(job.get("SecondaryStatus", ""))
+    detail = _detail(job, phase)
+    if phase in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
+        option = "--deadline" if phase == "MaxRuntimeExceeded" else "--max-wait"
+        return Status("failed", f"{phase}: raise {option}; what was saved is in S3")
+    if status in _ENDS:
+        return Status(_ENDS[status], detail)
+    if status in ("InProgress", "Stopping"):
+        return Status("queued" if phase in _BEFORE_THE_RUN else "running", detail)
+    return Status("unknown", f"SageMaker says {status!r}")
+
+
+def _detail(job: Mapping[str, Any], phase: str) -> str:
+    reason = " ".join(str(job.get("FailureReason", "")).split())
+    if reason or job.get("TrainingJobStatus") in _ENDS:
+        return reason or phase
+    transitions = job.get("SecondaryStatusTransitions") or [{}]
+    message = " ".join(str(transitions[-1].get("StatusMessage", "")).split())
+    return ": ".join(part for part in (phase, message) if part)
+
+
+class JobLogs:
+    """The lines that a job's instances have written so far."""
+
+    def __init__(self, logs: Any, name: str) -> None:
+        self._logs = logs
+        self._name = name
+        self._tokens: dict[str, str] = {}
+
+    def new_lines(self) -> Iterator[str]:
+        """Lines since the last call. With several instances each line begins with its instance. Raises AwsError."""
+        streams = self._streams()
+        for stream in streams:
+            prefix = f"{_instance(stream, self._name)}: " if len(streams) > 1 else ""
+            yield from (f"{prefix}{line}" for line in self._of_stream(stream))
+
+    def _streams(self) -> list[str]:
+        with calling("logs:DescribeLogStreams"):
+            try:
+                pages = self._logs.get_paginator("describe_log_streams").paginate(
+                    logGroupName=LOG_GROUP, logStreamNamePrefix=f"{self._name}/"
+                )
+                return sorted(str(each["logStreamName"]) for page in pages for each in page["logStreams"])
+            except self._logs.exceptions.ResourceNotFoundException:
+                return []  # the account has run no job yet
+
+    def _of_stream(self, stream: str) -> Iterator[str]:
+        while True:
+            given = {"nextToken": self._tokens[stream]} if stream in self._tokens else {}
+            with calling("logs:GetLogEvents"):
+                page = self._logs.get_log_events(
+                    logGroupName=LOG_GROUP, logStreamName=stream, startFromHead=True, **given
+                )
+            yield from (line for event in page["events"] for line in _lines(str(event["message"])))
+            token = str(page["nextForwardToken"])
+            # The same token again means that there is no more for now.
+            if token == self._tokens.get(stream):
+                return
+            self._tokens[stream] = token
+
+
+def followed(
+    logs: JobLogs, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
+) -> Iterator[str]:
+    """The lines of a job until it has ended, however long it runs."""
+    quiet_looks = 0
+    while True:
+        ended = has_ended()
+        number = 0
+        for number, line in enumerate(logs.new_lines(), start=1):  # noqa: B007 - the count is used below
+            yield line
+        quiet_looks = 0 if number or not ended else quiet_looks + 1
+        if quiet_looks >= _LATE_LOOKS:
+            return
+        pause(_LATE_LOOK_EVERY_S if ended else LOOK_EVERY_S)
+
+
+def _lines(message: str) -> list[str]:
+    # A progress bar's carriage returns would hide what was written before them.
+    return message.replace("\r", "\n").splitlines() or [""]
+
+
+def _instance(stream: str, name: str) -> str:
+    return stream.removeprefix(f"{name}/").rpartition("-")[0] or stream

@@ -189,9 +189,9 @@ OPTIONS: Mapping[str, type] = {
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm:Slurm",
-    "ray": "medarc_rl.backends.ray.ray_jobs:RayJobs",
-    "kubernetes": "medarc_rl.backends.kubernetes.cluster:Kubernetes",
-    "sagemaker": "medarc_rl.backends.sagemaker.training_jobs:SageMaker",
+    "ray": "medarc_rl.backends.ray.backend:RayJobs",
+    "kubernetes": "medarc_rl.backends.kubernetes.backend:Kubernetes",
+    "sagemaker": "medarc_rl.backends.sagemaker.backend:SageMaker",
 }
 """Module and class of each back-end, imported only when it is used. The class is made without arguments."""
 
