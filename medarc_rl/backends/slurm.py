@@ -67,13 +67,14 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--requeue": ("REQUEUE", "NO_REQUEUE"),
     "--time": ("TIMELIMIT",),
 }
-"""Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
+"""Variables of sbatch, without `SBATCH_`, that have another name than their option, or contradict it."""
 _OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
+"""Variables of the job that this process may be part of, which must not reach the new one."""
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
 OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
-"""What sbatch says, with `--parsable` too. A cluster's own words, about a budget say, may stand before it."""
+"""sbatch's answer, also with `--parsable`. A cluster may print lines before it, for example about a budget."""
 _ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 
 
@@ -134,7 +135,7 @@ class BatchJob:
     container: Container | None = None
     """The image that the launcher runs in. None uses the project's `.venv`."""
     queued: RunPaths | None = None
-    """Where script and config of a job are that waits for another one of the same run. None: in the run's directory."""
+    """Directory of the script and config of a job that waits for another one of the same run. None: the run's own."""
     template: Path | None = None
     """The user's own template of the script. None takes ours."""
     infer_nodes: int = 0
@@ -173,7 +174,7 @@ class BatchJob:
 
     @property
     def gpus(self) -> int:
-        """Of each node."""
+        """Number of GPUs of each node."""
         return self.job.resources.gpus_per_node
 
     @property
@@ -187,111 +188,6 @@ class BatchJob:
         if self.container is None:
             return argv
         return self.container.wrap(argv, self.project_dir, (self.project_dir, self.paths.root, self.hf_cache_dir))
-
-
-def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
-    """Load the config and decide everything that the script contains. Writes nothing.
-
-    Raises:
-        UsageError: one line for each fault.
-    """
-    if request.kind == "eval":
-        raise UsageError("--to slurm: takes sft and rl; run an evaluation with `medarc_train eval` in a job of yours")
-    if request.gpus == 0:
-        raise UsageError("--gpus 0: a Slurm job asks for GPUs, also on a node that computes on CPUs; leave it out")
-    output_dir = None if request.output_dir is None else Path(request.output_dir)
-    run = request.load("slurm", output_dir, submits=True)
-    if request.kind == "rl":
-        check_rl(run.config, request.split)
-        for line in [] if request.split is None else advice(run.config, request.split):
-            warn(line)
-    options, template = with_slurm_section(request.options, request.name, run.config.slurm)
-    project_dir = options.project_dir.absolute()
-    if not project_dir.is_dir():
-        raise UsageError(f"--project-dir {project_dir}: no such directory")
-    if options.setup is not None and not options.setup.is_file():
-        raise UsageError(f"--setup {options.setup}: no such file")
-    if options.dependency is not None:
-        check_dependency(options.dependency)
-        if run.config.clean_output_dir:
-            raise UsageError(
-                "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"
-            )
-    queued = next_queued(run.paths) if options.dependency is not None else None
-    hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
-    gpus, deployment = gpus_of_nodes(run.config, request.single_gpu), run.config.deployment
-    job = BatchJob(
-        # All nodes of a job have the same number of GPUs.
-        job=launcher_job(request.kind, run.paths, Resources(len(gpus), gpus[0]), queued),
-        name=options.job_name or f"{run.stem}-{request.kind}",
-        cpus_per_gpu=options.cpus_per_gpu,
-        project_dir=project_dir,
-        hf_cache_dir=Path(hf_cache_dir).absolute(),
-        hf_hub_offline=options.hf_hub_offline,
-        single_gpu=request.single_gpu,
-        checkpoints=bool(run.checkpoints),
-        setup=options.setup.absolute() if options.setup is not None else None,
-        container=container_of(options),
-        queued=queued,
-        template=template,
-        infer_nodes=deployment.num_infer_nodes if request.kind == "rl" and deployment.type == "multi_node" else 0,
-        request=options,
-    )
-    return job, run
-
-
-def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
-    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
-
-    Its config is that of the run, or the one in `queued`.
-
-    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
-    """
-    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
-    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
-    return Job(command, paths, (launcher,), resources)
-
-
-def with_slurm_section(
-    options: SlurmOptions, name: str | None, section: SlurmConfig | None
-) -> tuple[SlurmOptions, Path | None]:
-    """The options, with what only the environment or `[slurm]` says, and the script's template. None takes our own.
-
-    Raises:
-        UsageError: there is no such template.
-    """
-    account = next(filter(None, (options.account, *map(os.environ.get, _ACCOUNT_VARIABLES))), None)
-    options = replace(options, account=account, job_name=options.job_name or name)
-    if section is None:
-        return options, None
-    said = section.model_fields_set
-    template = section.template_path
-    if template is not None and not template.is_file():
-        raise UsageError(f"slurm.template_path {template}: no such file")
-    changes: dict[str, Any] = {
-        "job_name": options.job_name or (section.job_name if "job_name" in said else None),
-        "partition": options.partition or (section.partition if "partition" in said else None),
-        "project_dir": section.project_dir if options.project_dir == Path() else options.project_dir,
-    }
-    return replace(options, **changes), template
-
-
-def container_of(options: SlurmOptions) -> Container | None:
-    """Raises UsageError for a runtime that is not known."""
-    runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
-    if runtime is None:
-        raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
-    if not options.container:
-        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
-        if options.container is not None or options.container_mount:
-            raise UsageError("--container: name an image, or leave it and --container-mount out")
-        return None
-    return Container(options.container, runtime, tuple(options.container_mount))
-
-
-def next_queued(paths: RunPaths) -> RunPaths:
-    """Where the next job of a chain keeps its script and config."""
-    return next(queued for number in itertools.count(1) if not (queued := paths.queued(number)).root.exists())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,14 +253,124 @@ class Slurm(SlurmQueue):
             raise MedarcError(*(complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]), stays)
         for line in complained.splitlines():
             warn(line)
-        # With a number, the job is in the queue, and sbatch has waited for its end (`--sbatch-arg=--wait`).
-        fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
         if found is None:
             warn("sbatch did not say the number of the job, so it is not in the job log")
             return Submitted("", lines=[said])
-        log = log_file(job.paths, found[1])
-        lines = [said, f"log: {log}"]
-        return Submitted(found[1], {LOG: str(log)}, lines, fault if answer.returncode != 0 else "")
+        log, fault = log_file(job.paths, found[1]), ""
+        if answer.returncode != 0:  # with `--sbatch-arg=--wait`: the job was queued, and has ended
+            fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
+        return Submitted(found[1], {LOG: str(log)}, [said, f"log: {log}"], fault)
+
+
+# Planning: from the request to a batch job, as a value.
+
+
+def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
+    """Load the config and decide everything that the script contains. Writes nothing.
+
+    Raises:
+        UsageError: one line for each fault.
+    """
+    if request.kind == "eval":
+        raise UsageError("--to slurm: takes sft and rl; run an evaluation with `medarc_train eval` in a job of yours")
+    if request.gpus == 0:
+        raise UsageError("--gpus 0: a Slurm job asks for GPUs, also on a node that computes on CPUs; leave it out")
+    output_dir = None if request.output_dir is None else Path(request.output_dir)
+    run = request.load("slurm", output_dir, submits=True)
+    if request.kind == "rl":
+        check_rl(run.config, request.split)
+        for line in [] if request.split is None else advice(run.config, request.split):
+            warn(line)
+    options, template = with_slurm_section(request.options, request.name, run.config.slurm)
+    project_dir = options.project_dir.absolute()
+    if not project_dir.is_dir():
+        raise UsageError(f"--project-dir {project_dir}: no such directory")
+    if options.setup is not None and not options.setup.is_file():
+        raise UsageError(f"--setup {options.setup}: no such file")
+    if options.dependency is not None:
+        check_dependency(options.dependency)
+        if run.config.clean_output_dir:
+            raise UsageError(
+                "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"
+            )
+    queued = next_queued(run.paths) if options.dependency is not None else None
+    hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
+    gpus, deployment = gpus_of_nodes(run.config, request.single_gpu), run.config.deployment
+    job = BatchJob(
+        # All nodes of a job have the same number of GPUs.
+        job=launcher_job(request.kind, run.paths, Resources(len(gpus), gpus[0]), queued),
+        name=options.job_name or f"{run.stem}-{request.kind}",
+        cpus_per_gpu=options.cpus_per_gpu,
+        project_dir=project_dir,
+        hf_cache_dir=Path(hf_cache_dir).absolute(),
+        hf_hub_offline=options.hf_hub_offline,
+        single_gpu=request.single_gpu,
+        checkpoints=bool(run.checkpoints),
+        setup=options.setup.absolute() if options.setup is not None else None,
+        container=container_of(options),
+        queued=queued,
+        template=template,
+        infer_nodes=deployment.num_infer_nodes if request.kind == "rl" and deployment.type == "multi_node" else 0,
+        request=options,
+    )
+    return job, run
+
+
+def with_slurm_section(
+    options: SlurmOptions, name: str | None, section: SlurmConfig | None
+) -> tuple[SlurmOptions, Path | None]:
+    """Fill in options from the environment and `[slurm]`. Also returns the user's template; None takes our own.
+
+    Raises:
+        UsageError: there is no such template.
+    """
+    account = next(filter(None, (options.account, *map(os.environ.get, _ACCOUNT_VARIABLES))), None)
+    options = replace(options, account=account, job_name=options.job_name or name)
+    if section is None:
+        return options, None
+    said = section.model_fields_set
+    template = section.template_path
+    if template is not None and not template.is_file():
+        raise UsageError(f"slurm.template_path {template}: no such file")
+    changes: dict[str, Any] = {
+        "job_name": options.job_name or (section.job_name if "job_name" in said else None),
+        "partition": options.partition or (section.partition if "partition" in said else None),
+        "project_dir": section.project_dir if options.project_dir == Path() else options.project_dir,
+    }
+    return replace(options, **changes), template
+
+
+def container_of(options: SlurmOptions) -> Container | None:
+    """Raises UsageError for a runtime that is not known."""
+    runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
+    if runtime is None:
+        raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
+    if not options.container:
+        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
+        if options.container is not None or options.container_mount:
+            raise UsageError("--container: name an image, or leave it and --container-mount out")
+        return None
+    return Container(options.container, runtime, tuple(options.container_mount))
+
+
+def next_queued(paths: RunPaths) -> RunPaths:
+    """Directory of the script and config of the next job of a chain."""
+    return next(queued for number in itertools.count(1) if not (queued := paths.queued(number)).root.exists())
+
+
+def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
+    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
+
+    Its config is that of the run, or the one in `queued`.
+
+    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
+    """
+    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
+    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
+    return Job(command, paths, (launcher,), resources)
+
+
+# Checking, writing and submitting.
 
 
 def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
@@ -417,97 +423,66 @@ def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
     """
     if array := env.get("SBATCH_ARRAY_INX"):
         raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
-    options = [option.partition("=")[0] for option in header(job)]
-    dropped = {f"SBATCH_{name}" for option in options for name in _variables(option)} | _OF_A_JOB
+    dropped = set(_OF_A_JOB)
+    for option in (word.partition("=")[0] for word in header(job)):
+        names = _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
+        dropped |= {f"SBATCH_{name}" for name in names}
     return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
 
 
-def _variables(option: str) -> tuple[str, ...]:
-    return _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
+# The script: its header is sbatch's, its body bash.
 
 
-def sh_quote(value: object) -> str:
-    """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
-    text = str(value)
-    if not _CONTROL.search(text):
-        return shlex.quote(text)
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped) + "'"
-
-
-def header_word(option: str, value: str) -> str:
-    """`option=value` as sbatch reads it from a script's header.
+def render(job: BatchJob) -> str:
+    """The batch script.
 
     Raises:
-        UsageError: the header cannot contain the value, for example because of a line break.
+        UsageError: see `header`; or the user's template cannot be rendered.
     """
-    return f"{option}={_header_quote(option, value)}"
+    from jinja2 import FileSystemLoader, PackageLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+    from jinja2.sandbox import SandboxedEnvironment
 
-
-def _header_quote(option: str, value: str) -> str:
-    if _CONTROL.search(value) or not _is_utf8(value):
-        raise UsageError(
-            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
-        )
-    if _PLAIN_HEADER.fullmatch(value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def _is_utf8(text: str) -> bool:
+    own = job.template
+    environment = SandboxedEnvironment(
+        loader=PackageLoader("medarc_rl", "slurm_templates") if own is None else FileSystemLoader(own.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["sh"] = sh_quote
+    name = "job.j2" if own is None else own.name
+    values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        if own is None:
+            raise
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UsageError(f"slurm.template_path {own}{line}: {one_line(str(error))}") from error
+    if not script.startswith("#!"):
+        raise UsageError(f"slurm.template_path {own}: the script must begin with #!, as in #!/bin/bash")
+    return script
 
 
-def log_pattern(paths: RunPaths) -> str:
-    """Where Slurm writes a job's output, in the pattern language of `sbatch --output`.
-
-    A backslash anywhere in the pattern disables `%` signs; then all jobs append to one file.
-    """
-    if "\\" in str(paths.slurm):
-        return str(log_file(paths, "")).replace("\\", "\\\\")
-    return str(paths.slurm).replace("%", "%%") + "/job_%j.log"
-
-
-def log_file(paths: RunPaths, job_id: str) -> Path:
-    """The file that `log_pattern` means for one job."""
-    return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
-
-
-def check_dependency(text: str) -> None:
-    """Refuse a dependency that Slurm does not read. It would say so only at the submission, in its own words.
-
-    Raises:
-        UsageError: `text` has another form than `sbatch --dependency`.
-    """
-    if _DEPENDENCY.fullmatch(text) is None:
-        raise UsageError(
-            f"--dependency '{one_line(text)}': write a condition and numbers of jobs, as afterany:123 or "
-            "afterok:123:124,singleton; conditions: after, afterok, afternotok, afterany, aftercorr, singleton"
-        )
-
-
-def walltime_s(text: str) -> int:
-    """Seconds of a time limit as Slurm writes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. 0 is no limit.
-
-    Raises:
-        UsageError: `text` has another form.
-    """
-    if text.upper() in ("INFINITE", "UNLIMITED"):
-        return 0
-    match = _WALLTIME.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--time {text!r}: write minutes, hours:minutes:seconds or days-hours, as 90, 2:30:00 or 1-12")
-    clock = [int(part) for part in match["clock"].split(":")]
-    if match["days"] is not None:
-        hours, minutes, seconds = [*clock, 0, 0][:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    hours, minutes, seconds = {1: [0, *clock, 0], 2: [0, *clock], 3: clock}[len(clock)]
-    return hours * 3600 + minutes * 60 + seconds
+def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
+    """The variables of PRIME-RL's templates."""
+    config = (job.queued or job.paths).config(CONFIGS[job.command])
+    return {
+        "config_path": config,
+        "config_dir": config.parent,
+        "job_name": job.name,
+        "project_dir": job.project_dir,
+        "partition": job.request.partition or "",
+        "output_dir": job.paths.root,
+        "orchestrator_output_dir": job.paths.orchestrator.root,
+        "gpus_per_node": job.gpus,
+        "num_nodes": job.nodes,
+        "num_train_nodes": job.nodes - job.infer_nodes,
+        "num_infer_nodes": job.infer_nodes,
+        "num_teacher_nodes": 0,
+    }
 
 
 def header(job: BatchJob) -> list[str]:
@@ -572,53 +547,85 @@ def _warning(request: SlurmRequest) -> Iterator[str]:
         yield f"--signal=B:TERM@{lead_s}"
 
 
-def render(job: BatchJob) -> str:
-    """The batch script.
+def check_dependency(text: str) -> None:
+    """Refuse a dependency that Slurm does not read. It would say so only at the submission, in its own words.
 
     Raises:
-        UsageError: see `header`; or the user's template cannot be rendered.
+        UsageError: `text` has another form than `sbatch --dependency`.
     """
-    from jinja2 import FileSystemLoader, PackageLoader, StrictUndefined, TemplateError, TemplateSyntaxError
-    from jinja2.sandbox import SandboxedEnvironment
+    if _DEPENDENCY.fullmatch(text) is None:
+        raise UsageError(
+            f"--dependency '{one_line(text)}': write a condition and numbers of jobs, as afterany:123 or "
+            "afterok:123:124,singleton; conditions: after, afterok, afternotok, afterany, aftercorr, singleton"
+        )
 
-    own = job.template
-    environment = SandboxedEnvironment(
-        loader=PackageLoader("medarc_rl", "slurm_templates") if own is None else FileSystemLoader(own.parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["sh"] = sh_quote
-    name = "job.j2" if own is None else own.name
-    values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
+
+def walltime_s(text: str) -> int:
+    """Seconds of a time limit as Slurm writes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. 0 is no limit.
+
+    Raises:
+        UsageError: `text` has another form.
+    """
+    if text.upper() in ("INFINITE", "UNLIMITED"):
+        return 0
+    match = _WALLTIME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--time {text!r}: write minutes, hours:minutes:seconds or days-hours, as 90, 2:30:00 or 1-12")
+    clock = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = [*clock, 0, 0][:3]
+        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *clock, 0], 2: [0, *clock], 3: clock}[len(clock)]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def log_pattern(paths: RunPaths) -> str:
+    """The path of a job's log, in the pattern language of `sbatch --output`.
+
+    A backslash anywhere in the pattern disables `%` signs; then all jobs append to one file.
+    """
+    if "\\" in str(paths.slurm):
+        return str(log_file(paths, "")).replace("\\", "\\\\")
+    return str(paths.slurm).replace("%", "%%") + "/job_%j.log"
+
+
+def log_file(paths: RunPaths, job_id: str) -> Path:
+    """The file that `log_pattern` means for one job."""
+    return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
+
+
+def header_word(option: str, value: str) -> str:
+    """`option=value` as sbatch reads it from a script's header.
+
+    Raises:
+        UsageError: the header cannot contain the value, for example because of a line break.
+    """
+    return f"{option}={_header_quote(option, value)}"
+
+
+def _header_quote(option: str, value: str) -> str:
+    if _CONTROL.search(value) or not _is_utf8(value):
+        raise UsageError(
+            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
+        )
+    if _PLAIN_HEADER.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _is_utf8(text: str) -> bool:
     try:
-        script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        if own is None:
-            raise
-        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise UsageError(f"slurm.template_path {own}{line}: {one_line(str(error))}") from error
-    if not script.startswith("#!"):
-        raise UsageError(f"slurm.template_path {own}: the script must begin with #!, as in #!/bin/bash")
-    return script
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
-    """The variables of PRIME-RL's templates."""
-    config = (job.queued or job.paths).config(CONFIGS[job.command])
-    return {
-        "config_path": config,
-        "config_dir": config.parent,
-        "job_name": job.name,
-        "project_dir": job.project_dir,
-        "partition": job.request.partition or "",
-        "output_dir": job.paths.root,
-        "orchestrator_output_dir": job.paths.orchestrator.root,
-        "gpus_per_node": job.gpus,
-        "num_nodes": job.nodes,
-        "num_train_nodes": job.nodes - job.infer_nodes,
-        "num_infer_nodes": job.infer_nodes,
-        "num_teacher_nodes": 0,
-    }
+def sh_quote(value: object) -> str:
+    """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
+    text = str(value)
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped) + "'"

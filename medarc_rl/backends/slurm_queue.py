@@ -11,7 +11,7 @@ from pathlib import Path
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
-from medarc_rl.jobs.following import follow_file
+from medarc_rl.jobs.following import log_lines
 from medarc_rl.jobs.log import JobRecord, State, Status
 from prime_rl.run.paths import RunPaths
 from prime_rl.watch.overview.words import printable
@@ -67,12 +67,7 @@ class SlurmQueue:
         return accounted(record.id) or _status_of_run(Path(record.output), record.id)
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        log = Path(record.details.get(LOG) or "")
-        if follow:
-            return follow_file(log, lambda: not self.status(record).goes_on)
-        if not log.is_file():
-            raise MedarcError(f"{log}: no log yet: the job is {self.status(record).state}")
-        return follow_file(log, lambda: True)
+        return log_lines(Path(record.details.get(LOG) or ""), follow, lambda: self.status(record))
 
     def cancel(self, record: JobRecord) -> None:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from medarc_rl.errors import MedarcError
+from medarc_rl.jobs.log import Status
 
 LOOK_EVERY_S = 0.5
 ASK_EVERY = 6
@@ -16,6 +17,18 @@ ASK_EVERY = 6
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
 """A longer line is cut into several."""
+
+
+def log_lines(log: Path, follow: bool, status: Callable[[], Status]) -> Iterator[str]:
+    """The lines of a job's log file. Following ends when the job does.
+
+    Raises:
+        MedarcError: there is no such file, or it cannot be read.
+    """
+    if not follow and not log.is_file():
+        found = status()
+        raise MedarcError(f"{log}: no log yet: the job is {found.state}{f': {found.detail}' if found.detail else ''}")
+    return follow_file(log, lambda: not follow or not status().goes_on)
 
 
 def follow_file(

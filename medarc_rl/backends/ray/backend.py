@@ -26,7 +26,7 @@ from medarc_rl.cli import warn
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
-from medarc_rl.jobs.following import follow_file
+from medarc_rl.jobs.following import log_lines
 from medarc_rl.jobs.log import JobRecord, State, Status
 from medarc_rl.utils import (
     Run,
@@ -140,10 +140,7 @@ class RayJobs:
         return Status("failed", "its driver was killed") if code is None else _status_of(code)
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        log = Path(record.details.get("log", ""))
-        if not follow and not log.is_file():
-            raise MedarcError(f"{log}: no log on this machine")
-        return follow_file(log, lambda: not follow or self.status(record).state != "running")
+        return log_lines(Path(record.details.get("log", "")), follow, lambda: self.status(record))
 
     def cancel(self, record: JobRecord) -> None:
         if record.details.get("host") != socket.gethostname():
