@@ -183,7 +183,7 @@ add_command_without_config(app, "wait", WaitOptions, wait)
 
 
 def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) -> int:
-    """Wait for jobs, say how each ended, and return the exit code. Raises MedarcError if a back-end stays silent."""
+    """Wait for jobs, print the end of each, and return the exit code. Raises MedarcError if a back-end stays silent."""
     waiting, states, silent = list(records), set(), Counter[str]()
     end_s = None if options.timeout is None else time.monotonic() + options.timeout
     try:
@@ -213,7 +213,7 @@ def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) ->
 
 
 def asked_status(log: JobLog, record: JobRecord) -> Status:
-    """How a job ended, if that was seen before; otherwise what its back-end says now. Raises MedarcError."""
+    """The end of a job, if it was seen before; otherwise the back-end's answer now. Raises MedarcError."""
     known = record.last_status
     if known is not None:
         return known

@@ -1,6 +1,6 @@
 """`medarc_submit sft|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
 
-`submit` is the way of every submission, also of `medarc_slurm`.
+Every submission goes through `submit`, also those of `medarc_slurm`.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_pol
 def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
     from medarc_rl.deployment import sft_nodes_of, sft_owned
 
-    # Slurm's launcher also starts a config for several nodes on one. The other back-ends' does not, so that a config
-    # for several nodes of which there is one becomes one for a single node.
+    # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
+    # that such a config becomes one for a single node.
     nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(words))
     owned = sft_owned(words, options.gpus or None, nodes)
     return _request("sft", words, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)

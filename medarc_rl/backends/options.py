@@ -110,7 +110,7 @@ class SlurmOptions(SlurmJobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RlGpus:
-    """How an RL run is shared out between the trainer and inference."""
+    """GPUs and nodes of an RL run's trainer and inference."""
 
     train_gpus: Annotated[
         int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, 1 to 4 of one node; by default 1.")
@@ -230,7 +230,7 @@ S3_VARIABLE = "MEDARC_SAGEMAKER_S3"
 
 @dataclass(frozen=True, kw_only=True)
 class AccountOptions:
-    """Where SageMaker's jobs run, and as whom."""
+    """Account, region and network of SageMaker's jobs."""
 
     role: Annotated[
         str | None,
@@ -307,7 +307,7 @@ class SageMakerOptions(AccountOptions, ContainerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(AccountOptions):
-    """Of the command that prints the policies."""
+    """Options of the command that prints the policies."""
 
     secret_env: Annotated[
         list[str], Option(metavar="NAME=ARN", help="Secret or parameter that jobs read; may be repeated.")
@@ -343,11 +343,11 @@ def pairs(
     read: Callable[[str], ValueT | None],
     name_pattern: re.Pattern[str] = NAME,
 ) -> dict[str, ValueT]:
-    """The values of an option by name. Each word that is no pair is a fault, which does not repeat a value.
+    """The values of an option by name. Each word that is not a pair is a fault, which does not repeat the value.
 
     Args:
-        advice: what to write instead.
-        read: the value of a text; None if it is none, which is a fault too.
+        advice: the right form, for faults.
+        read: parses a value; None makes it a fault, too.
     """
     found: dict[str, ValueT] = {}
     for word in words:
@@ -368,7 +368,7 @@ def plain_variables(words: Sequence[str], faults: list[str], instead: str) -> di
     """`--env NAME=VALUE`. A literal secret is a fault, and left out.
 
     Args:
-        instead: how a secret is given, with `{name}` for its variable.
+        instead: the right way to give a secret, with `{name}` for its variable.
     """
     advice = "write NAME=VALUE, as in --env OMP_NUM_THREADS=8; a name has letters, digits and underscores"
     found = pairs("--env", words, faults, advice, str, VARIABLE)

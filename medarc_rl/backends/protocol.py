@@ -34,12 +34,12 @@ CONFIGS: Mapping[str, str] = {"sft": "trainer", "rl": "rl", "eval": "eval"}
 RAY_DRIVER = "medarc_rl.backends.ray.driver"
 """The module that runs a job on a Ray cluster: of `--to ray`, of KubeRay, and of SageMaker on several hosts."""
 STOPS_ITSELF = "this Ray job stops itself, so that nothing starts it again"
-"""A line of the Ray driver's output. It tells a run that was refused from a job that somebody stopped."""
+"""A line that the Ray driver prints. It distinguishes a run that was refused from a job that somebody stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for. Nothing was read, written or sent yet."""
+    """The user's request. Nothing has been read, written or sent yet."""
 
     kind: Kind
     words: Sequence[str]
@@ -115,9 +115,9 @@ class Prepared:
     name: str
     output: str
     text: str
-    """What `--dry-run` prints: exactly what would be sent."""
+    """Printed by `--dry-run`: exactly what would be sent."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """For the job log: what the back-end needs to find the job again. No secret."""
+    """For the job log: values with which the back-end finds the job again. No secret."""
     is_dry_run: bool = False
     """Whether the config asks for a dry run."""
     run_here: Callable[[], int] | None = None
@@ -131,9 +131,9 @@ class Submitted:
     """A job that a back-end has taken."""
 
     id: str
-    """How the back-end calls it. Empty if the back-end did not say: such a job is not recorded."""
+    """The back-end's id of the job. Empty if the back-end gave none; such a job is not recorded."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """For the job log, besides those of `Prepared`: what was not known before. No secret."""
+    """For the job log, besides those of `Prepared`: values that were not known before. No secret."""
     lines: Sequence[str] = ()
     """For the user, in place of `submitted to BACKEND: ID`."""
     fault: str = ""
@@ -147,7 +147,7 @@ class Tracker(Protocol):
     """Looks after jobs that were submitted. Each call has a time limit."""
 
     def status(self, record: JobRecord) -> Status:
-        """What became of a job. `unknown` if the back-end does not know it any more.
+        """The state of a job. `unknown` if the back-end no longer knows it.
 
         Raises:
             MedarcError: the back-end did not answer.
@@ -185,7 +185,7 @@ OPTIONS: Mapping[str, type] = {
     "ray": RayOptions,
     "sagemaker": SageMakerOptions,
 }
-"""What `medarc_submit --to` takes, and the options of each. A common base class has those of several back-ends."""
+"""The names that `medarc_submit --to` takes, and the options of each. Base classes hold options that several have."""
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm:Slurm",

@@ -548,7 +548,7 @@ def _warning(request: SlurmRequest) -> Iterator[str]:
 
 
 def check_dependency(text: str) -> None:
-    """Refuse a dependency that Slurm does not read. It would say so only at the submission, in its own words.
+    """Refuse a dependency that Slurm cannot parse. Slurm itself would refuse it only at the submission.
 
     Raises:
         UsageError: `text` has another form than `sbatch --dependency`.

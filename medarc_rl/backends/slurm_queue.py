@@ -37,7 +37,7 @@ _BY_RESULT: Mapping[str, State] = {
     "refused": "failed",
     "stopped": "cancelled",
 }
-"""Results of a run's attempt."""
+"""States by the result of a run's last attempt."""
 _WORDS = {
     "BOOT_FAIL": "the node did not boot",
     "DEADLINE": "the deadline passed before it could end",
@@ -111,7 +111,7 @@ def _exit_words(code: str) -> str:
 
 
 def accounted(job_id: str) -> Status | None:
-    """What the accounting database says. None if there is no database, or if it does not know the job.
+    """The state of a job in the accounting database. None if there is no database, or if it does not know the job.
 
     A requeued job has one row for each attempt; the last one counts.
     """
@@ -130,7 +130,7 @@ def accounted(job_id: str) -> Status | None:
 
 
 def _status_of_run(directory: Path, job_id: str) -> Status:
-    """How the job's last attempt at a run ended, as the run's directory tells."""
+    """The end of the job's last attempt at a run, from the run's directory."""
     from prime_rl.history.attempts import read_attempts
 
     forgotten = "Slurm does not know the job any more"
@@ -197,14 +197,14 @@ class QueuedJob:
 
     id: str
     state: str
-    """In Slurm's words, as PENDING."""
+    """Slurm's name of the state, as PENDING."""
     user: str
     script: Path
     """The script's path when it was submitted. The job itself has a copy."""
 
 
 def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Properties]:
-    """What `scontrol show` prints: a job, or every partition or node. Empty if there is none.
+    """The output of `scontrol show`: a job, or every partition or node. Empty if there is none.
 
     Raises:
         NoAnswer: there is no scontrol, or it did not answer in time.
@@ -214,7 +214,7 @@ def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Proper
 
 
 def shown_job(job_id: str) -> Properties | None:
-    """What the controller knows of a job; None if it does not know it, or not any more.
+    """The controller's description of a job. None if it does not know the job (any more).
 
     Raises:
         NoAnswer: there is no scontrol, or the controller did not answer.

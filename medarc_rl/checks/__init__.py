@@ -1,1 +1,1 @@
-"""What a batch job needs that only the cluster, the file system and the hub can tell."""
+"""Checks before a batch job is submitted: of the cluster, the file system, the hub and the job's software."""

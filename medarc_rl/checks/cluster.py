@@ -1,4 +1,4 @@
-"""What Slurm itself says about a job: controller, partition, time limit, account, GPUs, and a trial submission."""
+"""Checks a batch job against the cluster: controller, partition, time limit, account, GPUs and their memory, sbatch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 WHAT = "gpu memory"
 _TYPE = re.compile(r"gpu:([^:,()]+):\d+")
 _MODEL = re.compile(r"(?:nvidia[_-])?(\w+?)(?:[_-](?:sxm\d?|pcie|nvl))?(?:[_-](\d+)gb(?:[_-]hbm\w*)?)?", re.IGNORECASE)
-"""A type of GPU as in `gpu:h100:8` or `gpu:nvidia_h100_80gb_hbm3:8`. Slices such as `a100_3g.20gb` are none."""
+"""A type of GPU as in `gpu:h100:8` or `gpu:nvidia_h100_80gb_hbm3:8`. Slices such as `a100_3g.20gb` do not match."""
 
 
 def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]:
-    """What the cluster says. If its controller does not answer within `limit_s` seconds, that is the only row."""
+    """Rows about the cluster. If its controller does not answer within `limit_s` seconds, that is the only row."""
     if shutil.which("sbatch") is None:
         yield failed("slurm", "sbatch: not found: submit where Slurm is, or run here with medarc_train")
         return

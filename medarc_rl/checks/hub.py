@@ -25,7 +25,7 @@ LOOKUP = "medarc_rl.checks.lookup"
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """How the job reaches the hub."""
+    """The job's access to the hub."""
 
     start: StartDir
     cache: Path
@@ -34,7 +34,7 @@ class HubAccess:
     env: Mapping[str, str]
     """The job's environment, with its token."""
     usual_cache: Path | None = None
-    """Where other commands of this user keep repositories."""
+    """The cache of this user's other commands."""
 
     def model_row(self, name: str, needs_weights: bool) -> Row:
         folder = self.folder(name)

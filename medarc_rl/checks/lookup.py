@@ -1,7 +1,7 @@
 """Asks the hub for one repository: `python -m medarc_rl.checks.lookup model|dataset NAME`.
 
-Prints JSON, or one line on stderr with exit code 1. A process of its own, because a name server that does not answer
-blocks the process that asks.
+Prints JSON, or one line on stderr with exit code 1. Runs in a separate process, because a name server that does not
+answer blocks the process that asks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class State(StrEnum):
     OK = "ok"
     FAILED = "FAILED"
     UNKNOWN = "not checked"
-    """Nothing can be told from here. It does not stop a submission."""
+    """It cannot be checked from here. It does not stop a submission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Row:
     what: str
     state: State
     detail: str
-    """What was found; for a failure, also what to do."""
+    """The finding; for a failure, also what to do."""
 
 
 def ok(what: str, detail: str) -> Row:

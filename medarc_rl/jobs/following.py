@@ -1,4 +1,4 @@
-"""Reads a job's log file, and what is added to it until the job has ended."""
+"""Reads a job's log file, and follows it until the job has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log_lines(log: Path, follow: bool, status: Callable[[], Status]) -> Iterator
 def follow_file(
     path: Path, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
 ) -> Iterator[str]:
-    """The lines of a file. Once `has_ended` says so, what was written before is read, and the iteration ends.
+    """The lines of a file. Once `has_ended` is true, the iteration ends with the lines that were written before.
 
     The file may not exist yet, and may be replaced by a new one or cut. Raises MedarcError if it cannot be read.
     """

@@ -34,7 +34,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What became of a job, as its back-end tells."""
+    """The state of a job, from its back-end."""
 
     state: State
     detail: str = ""
@@ -60,7 +60,7 @@ class JobRecord:
     backend: str
     """`slurm`, `ray`, `kubernetes` or `sagemaker`."""
     id: str
-    """How the back-end calls the job."""
+    """The back-end's id of the job."""
     kind: str
     """`sft`, `rl` or `eval`."""
     config: str
@@ -76,7 +76,7 @@ class JobRecord:
     submitted: str = ""
     """UTC, as in 2026-11-22T18:00:00+00:00."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """What the back-end needs to find the job again: a namespace, an address, a log file. No secret."""
+    """Values with which the back-end finds the job again: a namespace, an address, a log file. No secret."""
     cancelled: str = ""
     """When the user cancelled it: a back-end may not know it any more then."""
     ended: Mapping[str, str] | None = None
@@ -84,7 +84,7 @@ class JobRecord:
 
     @property
     def last_status(self) -> Status | None:
-        """How the job ended, if that is known."""
+        """The job's last state, if it was seen to have ended."""
         if self.ended is None:
             return None
         state: State = next((each for each in STATES if each == self.ended.get("state")), "unknown")
@@ -192,7 +192,7 @@ class JobLog:
         private_directory(self.directory)
 
     def read(self) -> tuple[list[JobRecord], list[str]]:
-        """All records, the newest first, and one line for each file that is none."""
+        """All records, newest first, and one line for each file that is not a record."""
         records, faults = [], []
         try:
             files = sorted(path for path in self.directory.iterdir() if path.suffix == _ENDING)
@@ -225,7 +225,7 @@ class JobLog:
 
 
 def record_job(record: JobRecord) -> bool:
-    """Add a job that was submitted to the job log. A log that cannot be written is only warned of."""
+    """Add a job that was submitted to the job log. If the log cannot be written, print a warning."""
     try:
         JobLog.of_user().save(record)
     except MedarcError as error:

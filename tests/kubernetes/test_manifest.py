@@ -173,7 +173,7 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--output-claim", None, "a pod's own disk is lost with it: add --output-claim CLAIM"),
         ("--image", None, "--image is missing"),
         ("--image", "medarc/rl", "--image 'medarc/rl': add a tag or a digest, as in medarc/rl:1.0"),
-        ("--image", "Medarc Rl:1", "--image 'Medarc Rl:1' is no image"),
+        ("--image", "Medarc Rl:1", "--image 'Medarc Rl:1' is not an image"),
         ("--name", "My_Run", "--name 'My_Run': 1 to 47 lower-case letters, digits and inner hyphens: write 'my-run'"),
         ("--name", "a" * 48, "--name"),
         ("--namespace", "-x", "--namespace '-x'"),

@@ -226,7 +226,7 @@ def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:
     parameter = "arn:aws:ssm:us-east-1:123456789012:parameter/medarc/wandb"
     wanted = {"A": plain, "B": f"{table}#token", "C": parameter}
     assert resolved(wanted) == {"A": "s1", "B": "s2", "C": "s3"}
-    with pytest.raises(MedarcError, match="no JSON object with the key 'nope'") as refused:
+    with pytest.raises(MedarcError, match="not a JSON object with the key 'nope'") as refused:
         resolved({"B": f"{table}#nope"})
     assert "s2" not in str(refused.value)
     with pytest.raises(MedarcError, match="secret D: ssm:GetParameter: ParameterNotFound"):

@@ -142,7 +142,7 @@ REFUSED = {
     "--input data=/tmp/x": "--input data=/tmp/x: write s3://",
     "--input da$ta=s3://bucket/x": "--input 'da\\$ta'",
     "--s3 bucket/runs": "--s3 'bucket/runs': write s3://BUCKET/PREFIX",
-    "--s3 s3://Bucket_A/runs": "no bucket's name",
+    "--s3 s3://Bucket_A/runs": "not a bucket's name",
     "--output-dir /somewhere": "the job's disk is lost",
     "--include ../outside": "--include ../outside",
     "--include missing": "--include missing: no such file",

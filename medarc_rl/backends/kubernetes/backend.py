@@ -24,7 +24,7 @@ from prime_rl.watch.overview.words import printable
 MANAGER = "medarc-rl"
 _LOOK_EVERY_S = 2.0
 _LAST_LINES = 50
-"""Of a job's output, in which a refusal is looked for."""
+"""Last lines of a job's output that are searched for a refusal."""
 Shown = Mapping[str, Any]
 _MOST_FAULTS = 3
 _RAYJOB_STATES: Mapping[str, State] = {
@@ -47,7 +47,7 @@ _LOG_LINE = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
 """Begins a line of kubectl's own log."""
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(?:Z|[+-]\d\d:\d\d) ")
 _MOST_FAILURES = 10
-"""In a row, without a new line."""
+"""Failed connections in a row, without a new line."""
 _LONGEST_PAUSE_S = 30.0
 _LASTING_S = 30.0
 """A connection that broke after this time did work: a proxy may end those that are silent."""
@@ -218,7 +218,7 @@ def _talking(pods: Sequence[Table]) -> Iterator[Table]:
 
 
 def jobset_status(jobset: Shown, pods: Sequence[Shown]) -> Status:
-    """The state of a JobSet: its own word once it has ended, before that its pods'."""
+    """The state of a JobSet: its own condition once it has ended, before that the state of its pods."""
     shown = jobset.get("status") or {}
     conditions = {each.get("type"): each for each in shown.get("conditions") or () if each.get("status") == "True"}
     if "Completed" in conditions:
@@ -255,7 +255,7 @@ def _refusal(kubectl: Kubectl, pods: Sequence[Table]) -> Status | None:
 
 
 def refusal(lines: Sequence[str]) -> Status | None:
-    """How a Ray job ended that stopped itself, as its last lines tell; None if it did not."""
+    """The end of a Ray job that stopped itself, from its last lines. None if it did not stop itself."""
     if not any(STOPS_ITSELF in line for line in lines):
         return None
     faults = [line for line in lines if line.startswith("error: ")]
@@ -288,7 +288,7 @@ def _waits_for(pod: Shown) -> Iterator[str]:
 
 
 def _end_of(pod: Shown) -> str:
-    """How a pod's container ended, as `exit code 137 (OOMKilled)`."""
+    """The end of a pod's container, as in `exit code 137 (OOMKilled)`."""
     for container in (pod.get("status") or {}).get("containerStatuses") or ():
         ended = (container.get("state") or {}).get("terminated")
         if ended:
@@ -350,7 +350,7 @@ class PodLog:
             has_ended = has_ended or self._has_ended()
 
     def _read(self, is_last: bool) -> Iterator[str]:
-        """What one connection brings that is new. A last line without an end may be half of one."""
+        """The new lines of one connection. A last line without an end may be incomplete."""
         known = Counter(self._recent)
         since = [] if self._since is None else [f"--since-time={self._since}Z"]
         for line in self._kubectl.stream("logs", self._name, "--all-containers", "--follow", "--timestamps", *since):
@@ -376,7 +376,7 @@ class PodLog:
         except NotFound:
             return True
         except MedarcError:
-            # The next reading tells what is wrong.
+            # The next reading reports the fault.
             return False
 
 
@@ -404,7 +404,7 @@ class Kubectl:
         return ["kubectl", *context, f"--namespace={self.namespace}", *words]
 
     def run(self, *words: str, stdin: str = "") -> str:
-        """What kubectl prints.
+        """kubectl's output.
 
         Raises:
             NotFound: the cluster has no such object.
@@ -424,7 +424,7 @@ class Kubectl:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise MedarcError("kubectl: its answer is no JSON") from error
+            raise MedarcError("kubectl: its answer is not JSON") from error
 
     def stream(self, *words: str) -> Iterator[str]:
         """The lines that kubectl prints until it ends, with their ends. Raises as `run`, also after some lines."""
@@ -454,7 +454,7 @@ def current_context() -> str | None:
     try:
         answer = ask(["kubectl", "config", "current-context"], _LIMIT_S)
     except NoAnswer:
-        return None  # whatever is asked next tells why
+        return None  # the next call reports the fault
     return answer.stdout.strip() or None if answer.code == 0 else None
 
 
@@ -467,8 +467,8 @@ def _no_kubectl(fault: str) -> str:
 def _refused_by_cluster(answer: Answer) -> MedarcError:
     lines = [printable(line, _MAX_LINE_CHARS) for line in answer.stderr.splitlines() if line.strip()]
     # Its log says the same before, once for each try.
-    told = [line for line in lines if not _LOG_LINE.match(line)] or lines[-1:]
-    faults = [line.removeprefix("error: ") for line in told[:_MOST_LINES]]
+    plain = [line for line in lines if not _LOG_LINE.match(line)] or lines[-1:]
+    faults = [line.removeprefix("error: ") for line in plain[:_MOST_LINES]]
     if "(NotFound)" in answer.stderr:
         return NotFound(*faults)
     if "no matches for kind" in answer.stderr or "doesn't have a resource type" in answer.stderr:

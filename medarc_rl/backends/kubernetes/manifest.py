@@ -1,4 +1,4 @@
-"""What is sent to Kubernetes for a job: a ConfigMap and a JobSet, as plain tables. A pure function of the job."""
+"""The objects that are sent to Kubernetes for a job, as plain tables: a ConfigMap with a JobSet or a RayJob."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE_S = 120
 START_LIMIT_S = 900
 """Seconds until the launcher must hold the run's directory."""
 DOWNLOAD_LIMIT_S = 14_400
-"""The same for a run that first downloads models or data from S3."""
+"""Start limit of a run that first downloads models or data from S3."""
 USAGE_EXIT_CODE = 2
 """Exit code of a run that cannot be done as asked, which would fail in the same way again."""
 DASHBOARD_PORT = 8265
@@ -44,14 +44,14 @@ class ClusterJob:
     image: str
     nodes: int = 1
     gpus: int = 0
-    """Of each pod."""
+    """Number of GPUs of each pod."""
     gpu_resource: str = "nvidia.com/gpu"
     cpus: str = "8"
     memory: str = "32Gi"
     shm: str = "8Gi"
     claim: str | None = None
     local_output: str = f"{OUTPUT_DIR}/run"
-    """Where the pod has the run's directory, which the probes look at."""
+    """The run's directory in the pod, which the probes read."""
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     secrets: Sequence[str] = ()
@@ -241,7 +241,7 @@ def network_policy(job: ClusterJob) -> Table:
 
 
 def pod_template(job: ClusterJob, main: Table, restart_policy: str | None = "Never") -> Table:
-    """A pod that is nobody special: not root, without privileges, without a token of the cluster."""
+    """A pod with the least rights: not root, without privileges, without a token of the cluster."""
     spec: Table = {
         **({} if restart_policy is None else {"restartPolicy": restart_policy}),
         "terminationGracePeriodSeconds": GRACE_S,

@@ -1,4 +1,4 @@
-"""From a request to a job of Kubernetes. Checks what can be known here, and tells all faults at once."""
+"""Makes a job of Kubernetes from a request. Checks everything that is known here and reports all faults at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prime_rl.storage.staging import has_s3_names
 from prime_rl.utils.pydantic_config.dump import to_toml
 
 MAX_CONFIG_BYTES = 1_000_000
-"""A ConfigMap holds 1 MiB, its own metadata included."""
+"""A ConfigMap holds 1 MiB, with its metadata."""
 MAX_FILE_NAME_BYTES = 255
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
 MAX_JOB_NAME = 47
@@ -37,7 +37,7 @@ _LABEL_VALUE = re.compile(rf"({_KEY_NAME.pattern})?", re.ASCII)
 _LABEL_KEY = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_KEY_NAME.pattern}", re.ASCII)
 _SECRET_KEY = re.compile(r"[\w.-]{1,253}", re.ASCII)
 _QUANTITY = re.compile(r"(?=[\d.]*[1-9])\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", re.ASCII)
-"""More than nothing, which would mean no limit."""
+"""A positive number: zero would mean no limit."""
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d+)?/)?{_COMPONENT}(?:/{_COMPONENT})*"
@@ -124,7 +124,7 @@ def job_name(given: str | None, stem: str, kind: str) -> str:
 
 
 def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
-    """The command in the pod. The config holds everything that was given; these options say what the place decides."""
+    """The command in the pod. The config holds all that the user gave; the options hold what follows from the pod."""
     place = ["--output-dir", output]
     if output != local_output:
         place += ["--storage.work-dir", local_output]
@@ -145,7 +145,7 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
     return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]
 
 
-# Faults, all told at once.
+# Faults, reported all at once.
 
 
 def _name_faults(name: str, options: KubernetesOptions) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str
 
 
 def _output(request: Request, options: KubernetesOptions, name: str, faults: list[str]) -> tuple[str, str]:
-    """Where a run is kept, and its directory in the pod, which is the same with a claim."""
+    """The run's permanent location, and its directory in the pod. With a claim they are the same."""
     given = request.output_dir
     if given is not None and given.startswith("s3:/"):
         return given, f"{OUTPUT_DIR}/{name}"
@@ -250,7 +250,7 @@ def _secret_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def label_fault(option: str, value: str, longest: int = MAX_LABEL) -> Iterator[str]:
-    """One line if a name is no label of RFC 1123."""
+    """One line if a name is not a label of RFC 1123."""
     if not _LABEL.fullmatch(value) or len(value) > longest:
         nearest = re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")[:longest].strip("-")
         advice = f": write {nearest!r}" if nearest else ""
@@ -258,7 +258,7 @@ def label_fault(option: str, value: str, longest: int = MAX_LABEL) -> Iterator[s
 
 
 def subdomain_fault(option: str, value: str, longest: int = 253) -> Iterator[str]:
-    """One line if a name is no DNS subdomain, as names of Secrets, claims and service accounts are."""
+    """One line if a name is not a DNS subdomain, as names of Secrets, claims and service accounts must be."""
     if not _SUBDOMAIN.fullmatch(value) or len(value) > longest:
         yield f"{option} {value!r}: 1 to {longest} lower-case letters, digits, inner hyphens and dots"
 
@@ -269,7 +269,7 @@ def image_fault(image: str | None) -> Iterator[str]:
         return
     found = _IMAGE.fullmatch(image)
     if found is None:
-        yield f"--image {image!r} is no image: write [REGISTRY/]NAME:TAG or [REGISTRY/]NAME@sha256:DIGEST"
+        yield f"--image {image!r} is not an image: write [REGISTRY/]NAME:TAG or [REGISTRY/]NAME@sha256:DIGEST"
     elif found["tag"] is None and found["digest"] is None:
         yield f"--image {image!r}: add a tag or a digest, as in {image}:1.0"
 

@@ -1,4 +1,4 @@
-"""Jobs of Ray: a driver in the background of this machine, or inside a cluster through `ray job submit`."""
+"""The Ray back-end: starts a driver in the background of this machine, and shows, follows and stops it later."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RayPrepared(Prepared):
     kind: str
     argv: Sequence[str]
     config: Path
-    """Where the driver finds its config. Each job has its own file, so that no other one replaces it."""
+    """The driver's config. Each job has its own file, so that no other one replaces it."""
 
 
 class RayJobs:
@@ -108,7 +108,7 @@ class RayJobs:
             held_for_driver(run.paths) as lock,
         ):
             if getattr(run.config, "clean_output_dir", False):
-                prepare_directory(run)  # the config that the driver reads does not say so
+                prepare_directory(run)  # the driver's config lacks this key
             write_components(run, {component: run.config}, dry_run=False)
             run.paths.ray.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(run.paths.config(component), prepared.config)
@@ -187,7 +187,7 @@ def _open_job(paths: RunPaths) -> str:
 
 
 def _checked_address(address: str | None, request: Request) -> str | None:
-    """Raises UsageError: it is no address, or of a service that runs drivers itself."""
+    """Raises UsageError: it is not an address, or one of a service that runs drivers itself."""
     if address is None:
         return None
     if address.startswith(("http://", "https://")):

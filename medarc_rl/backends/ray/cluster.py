@@ -33,16 +33,16 @@ _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STARTS = 4
 """Ray gives a node 30 seconds to start, which a busy machine may exceed."""
 _LONGEST = 44
-"""Of the directory's name, because Ray appends 62 characters to name a socket, and a socket's name has at most 107."""
+"""Most characters of the directory's name: Ray appends 62 to name a socket, and a socket's name has at most 107."""
 _TIMED_OUT = "timed out during startup"
 _LOOK_S = 5.0
 _DESCRIBE_LIMIT_S = 10.0
 _CLOSE_LIMIT_S = 180.0
-"""An agent that does not end needs less to be killed."""
+"""Longer than the time after which an agent that does not end is killed."""
 _GROUPS = {"orders": 1, "reports": 1, "others": 1}
 """One thread each: lines stay in order, and waiting for a report holds up no order."""
 _OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-"""Variables that Ray sets on a node. The driver's own do not hold there."""
+"""Variables that Ray sets on a node, where the driver's values would be wrong."""
 _LISTENING = "0A"
 
 
@@ -221,7 +221,7 @@ def _sockets_of(process: Path) -> Iterator[str]:
 
 
 def bundles_for(gpus_per_node: Sequence[int], device: str) -> list[dict[str, float]]:
-    """What each node of a run asks for. Without GPUs, a run with `auto` computes on CPUs."""
+    """The resource request of each node of a run. Without GPUs in the cluster, a run with `auto` computes on CPUs."""
     import ray
 
     on_cpu = device == "cpu" or (device == "auto" and not ray.cluster_resources().get("GPU", 0))
@@ -232,12 +232,12 @@ def shortage(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str
     """Why the nodes of a cluster, when nothing runs there, cannot hold all bundles; None if they can."""
     free = [dict(node["Resources"]) for node in nodes if node.get("Alive")]
     for bundle in sorted(bundles, key=lambda each: -each.get("GPU", 0)):
-        room = next((node for node in free if all(node.get(key, 0) >= value for key, value in bundle.items())), None)
-        if room is None:
+        node = next((node for node in free if all(node.get(key, 0) >= value for key, value in bundle.items())), None)
+        if node is None:
             have = ", ".join(f"{node['NodeManagerAddress']} {node['Resources'].get('GPU', 0):g}" for node in nodes)
             return f"the run takes {_shown(bundles)}; the GPUs of the cluster's nodes: {have or 'no nodes'}"
         for key, value in bundle.items():
-            room[key] -= value
+            node[key] -= value
     return None
 
 
@@ -292,7 +292,7 @@ def _shown(bundles: Sequence[Mapping[str, float]]) -> str:
 def check_capacity() -> int:
     """`python -m medarc_rl.backends.ray.cluster ADDRESS '[4, 4]' cpu|cuda|auto`: whether a cluster can hold a run.
 
-    Exit code 1: it cannot. A process of its own, because connecting starts threads and loads Ray.
+    Exit code 1: it cannot. Runs in a separate process, because connecting starts threads and loads Ray.
     """
     address, gpus, device = sys.argv[1:]
     try:
@@ -312,7 +312,7 @@ def check_capacity() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where an actor runs, and the GPUs that Ray has given to it."""
+    """An actor's node, and the GPUs that Ray has given to it."""
 
     name: str
     address: str

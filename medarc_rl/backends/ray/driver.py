@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
     try:
         _end_on_signals()
         with connected(options.address):
-            # Ray has set handlers of its own, which exit with the number of the signal.
+            # Ray has replaced the handlers: its own exit with the number of the signal.
             _end_on_signals()
             if options.address is not None and not asks_for_token():
                 _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
@@ -166,7 +166,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 class _End:
-    """How the driver ends."""
+    """The driver's exit code, once it is known."""
 
     code = 1
 

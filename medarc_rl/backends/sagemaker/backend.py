@@ -59,7 +59,7 @@ _UPLOAD_PART_BYTES = 16 << 20
 _NO_PLACE = "s3://local/runs"
 """Stands for the prefix of a job that is not sent."""
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
-"""Stands for the image until ECR has told the account's number."""
+"""Stands for the image until ECR has given the account's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +192,10 @@ def prepared_training(request: Request) -> PreparedTraining:
     faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
     job = _job(request, options, sha256, _image(options, build, region), faults)
     faults += rule_faults(job)
-    told = {fault.split()[0].rstrip(":") for fault in faults}
+    named = {fault.split()[0].rstrip(":") for fault in faults}
     # One line for each option is enough.
     by_model = [] if options.local else request_faults(job.request())
-    if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in told)]:
+    if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in named)]:
         raise UsageError(*dict.fromkeys(faults))
     prepared = PreparedTraining(
         name=job.name,
@@ -242,7 +242,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
 
 
 def _check_start(run: Run[Any], project: Path) -> None:
-    """Keys that are not built and files that are missing. The image has its own packages."""
+    """Refuse keys that are not supported and files that are missing. Packages are those of the image."""
     from prime_rl.checks import NotInstalled, start_faults
     from prime_rl.configs.surface.not_built import unbuilt_faults
 
@@ -364,7 +364,7 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
 
 
 def _shown(prepared: PreparedTraining, size_bytes: int) -> str:
-    """What `--dry-run` prints."""
+    """The text that `--dry-run` prints."""
     job, table = prepared.job, dict[str, Any]()
     if prepared.build is not None:
         table["build"] = prepared.build.plan(job.image.partition("/")[0])
@@ -381,7 +381,7 @@ def _shown(prepared: PreparedTraining, size_bytes: int) -> str:
 
 
 def local_root(name: str) -> Path:
-    """Where `--local` keeps what is /opt/ml in the container."""
+    """The directory that is /opt/ml in a `--local` container."""
     return Path("outputs").absolute() / "sagemaker" / name
 
 
@@ -400,13 +400,13 @@ def run_local(prepared: PreparedTraining) -> int:
 
 
 def described(sagemaker: Any, name: str) -> Mapping[str, Any] | None:
-    """What SageMaker knows of a job; None if it knows none of this name. Raises AwsError."""
+    """SageMaker's description of a job; None if it has no job of this name. Raises AwsError."""
     try:
         with calling(f"sagemaker:DescribeTrainingJob {name}"):
             found: Mapping[str, Any] = sagemaker.describe_training_job(TrainingJobName=name)
             return found
     except AwsError as error:
-        # There is no code of its own for this.
+        # AWS has no separate code for an unknown name.
         if error.code == "ResourceNotFound" or (error.code == "ValidationException" and "not" in str(error).lower()):
             return None
         raise
@@ -471,7 +471,7 @@ class JobLogs:
                 )
             yield from (line for event in page["events"] for line in _lines(str(event["message"])))
             token = str(page["nextForwardToken"])
-            # The same token again means that there is no more for now.
+            # The same token again means that nothing more was written yet.
             if token == self._tokens.get(stream):
                 return
             self._tokens[stream] = token

@@ -140,7 +140,7 @@ def _has_tag(ecr: Any, build: ImageBuild) -> bool:
 
 
 def _docker(argv: Sequence[str], say: Callable[[str], None], stdin: Any = None, content: bytes | None = None) -> None:
-    """Run docker; its own output goes to the terminal, except at the login. Raises MedarcError."""
+    """Run docker. Its output goes to the terminal, except at the login. Raises MedarcError."""
     say(f"$ {' '.join(argv)}")
     try:
         if content is None:
@@ -166,7 +166,7 @@ _AWS_VARIABLES = (
     "AWS_ENDPOINT_URL",
 )
 HOST = "algo-1"
-"""What SageMaker calls the first instance."""
+"""SageMaker's name of the first instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class LocalContainer:
     root: Path
     """Becomes /opt/ml."""
     env: Mapping[str, str]
-    """This process's environment, of which the job gets secrets and credentials."""
+    """This process's environment. The job gets secrets and credentials from it."""
     dev: Path = Path("/dev")
 
     def argv(self) -> list[str]:

@@ -71,7 +71,7 @@ def print_policies(options: PolicyOptions) -> int:
 
 
 def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
-    """What configs name on S3: their inputs, and the places to which runs are copied.
+    """The S3 prefixes that configs name: inputs, and destinations of copies of runs.
 
     Raises:
         UsageError: a file cannot be read, or S3 has no such names.
@@ -101,7 +101,7 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, S3Name]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rights:
-    """What the policies are about."""
+    """The resources that the policies allow access to."""
 
     role: str
     region: str
@@ -111,7 +111,7 @@ class Rights:
     named: Sequence[S3Prefix] = ()
     """Inputs that configs name: prefixes or single objects."""
     outputs: Sequence[S3Prefix] = ()
-    """Where configs copy runs to."""
+    """Prefixes to which configs copy runs."""
     secrets: Sequence[str] = ()
     """ARNs of secrets and parameters."""
     kms_key: str | None = None

@@ -36,7 +36,7 @@ _FILE_SYSTEM_EXAMPLE = "as in --file-system fsx:fs-0123456789abcdef0:/mountname/
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _KEY = re.compile(r"[A-Za-z0-9!_.*'()/=+@,-]*")
 _MOST_KEY_CHARS = 700
-"""S3 allows 1024 bytes; SageMaker appends names of its own."""
+"""S3 allows 1024 bytes, and SageMaker appends names."""
 _SECRETS_MANAGER = re.compile(r"arn:aws[a-z-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:[A-Za-z0-9/_+=.@-]+(#[\w.-]+)?")
 _PARAMETER = re.compile(r"arn:aws[a-z-]*:ssm:[a-z0-9-]+:\d{12}:parameter/[A-Za-z0-9/_.-]+")
 _SECRET_EXAMPLE = (
@@ -141,7 +141,7 @@ class TrainingJob:
     """With several nodes: holds the run's directory, which the run itself copies to S3."""
 
     def hyperparameters(self) -> dict[str, str]:
-        """What the job reads about itself. The console shows it, so it tells nothing about the experiment."""
+        """The values that the job reads about itself. The console shows them, so they reveal nothing of the experiment."""
         values = {"command": self.command, "source_sha256": self.source_sha256}
         if self.single_gpu:
             values["single_gpu"] = "1"
@@ -283,7 +283,7 @@ class S3Prefix:
             raise UsageError(f"{option} {uri!r}: write s3://BUCKET/PREFIX")
         if not _BUCKET.fullmatch(bucket) or ".." in bucket:
             raise UsageError(
-                f"{option}: {bucket!r} is no bucket's name: 3 to 63 lower-case letters, digits, dots and hyphens"
+                f"{option}: {bucket!r} is not a bucket's name: 3 to 63 lower-case letters, digits, dots and hyphens"
             )
         if not _KEY.fullmatch(key) or len(key) > _MOST_KEY_CHARS:
             raise UsageError(
@@ -338,7 +338,7 @@ class FileSystem:
     """`fsx` or `efs`."""
     id: str
     path: str
-    """Of the directory. On FSx it begins with the mount name of the file system."""
+    """Path of the directory. On FSx it begins with the mount name of the file system."""
 
     @classmethod
     def of(cls, text: str) -> FileSystem:
@@ -349,7 +349,7 @@ class FileSystem:
             raise UsageError(f"--file-system {text!r}: write fsx:ID:/PATH or efs:ID:/PATH, {_FILE_SYSTEM_EXAMPLE}")
         if _ID.fullmatch(name) is None:
             raise UsageError(
-                f"--file-system {text!r}: {name!r} is no file system's id; write it {_FILE_SYSTEM_EXAMPLE}"
+                f"--file-system {text!r}: {name!r} is not a file system's id; write it {_FILE_SYSTEM_EXAMPLE}"
             )
         parts = path.split("/")
         if parts[0] or len(path) > 4096 or not path.isprintable() or not {".", ".."}.isdisjoint(parts):
@@ -377,7 +377,7 @@ def references(words: Sequence[str]) -> dict[str, str]:
     """Variables and the ARNs of their values, from `--secret-env NAME=ARN`.
 
     Raises:
-        UsageError: one line for each that is no reference. The lines hold no values: they may be the secret itself.
+        UsageError: one line for each that is not a reference, without its value, which may be the secret itself.
     """
     faults: list[str] = []
     found = pairs("--secret-env", words, faults, f"write {_SECRET_EXAMPLE}", _reference, VARIABLE)
@@ -428,7 +428,7 @@ def _of_key(name: str, arn: str, key: str, text: str) -> str:
         value = json.loads(text)[key]
     except (ValueError, KeyError, TypeError):
         # Without the cause, which quotes the secret.
-        raise MedarcError(f"secret {name}: {arn} is no JSON object with the key {key!r}") from None
+        raise MedarcError(f"secret {name}: {arn} is not a JSON object with the key {key!r}") from None
     return str(value)
 
 

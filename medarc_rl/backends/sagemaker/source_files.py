@@ -43,7 +43,7 @@ _MOST_SHOWN = 3
 SOURCE = "source"
 """Directory of the archive with the project's files."""
 CONFIG = "run.toml"
-"""The resolved config, next to it. Its name tells nothing."""
+"""The resolved config, next to it. The name reveals nothing about the run."""
 _READ_BYTES = 1 << 20
 JOB_ROOT = "/opt/ml"
 _NAMES = ("name", "path", "directory", "file")
@@ -132,7 +132,7 @@ class _Walk:
     ) -> Iterator[StagedFile]:
         """The files below a directory; of one that is ignored, only those to include.
 
-        `rules`: the ignore files above it, each with its own directory.
+        `rules`: the ignore files above it, each with its directory.
         """
         try:
             rules = (*rules, *self._rules_of(directory))
@@ -210,7 +210,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_ignored(path: Path, is_directory: bool, rules: Sequence[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """As git decides: the last matching pattern of the innermost ignore file."""
+    """Decide as git does: by the last matching pattern of the innermost ignore file."""
     for directory, spec in reversed(rules):
         relative = path.relative_to(directory).as_posix()
         verdict = _verdict(spec, f"{relative}/" if is_directory else relative)
@@ -220,7 +220,7 @@ def _is_ignored(path: Path, is_directory: bool, rules: Sequence[tuple[Path, GitI
 
 
 def _verdict(spec: GitIgnoreSpec, name: str) -> bool | None:
-    """What the last pattern that matches the name itself says.
+    """The verdict of the last pattern that matches the name itself.
 
     pathspec's patterns match everything below a directory, too. That is left to the walk, which does not enter ignored
     directories: `!c/` takes back the directory, and not the files in it.
@@ -265,7 +265,7 @@ class Bundle:
 
 @contextmanager
 def packed(staged: Staged, config: str) -> Iterator[Bundle]:
-    """A job's archive in a directory of its own, which is removed in the end."""
+    """A job's archive, in a temporary directory."""
     with TemporaryDirectory(prefix="medarc-sagemaker-") as scratch:
         yield pack(Path(scratch) / "source.tar.gz", staged.files, {CONFIG: config}, prefix=f"{SOURCE}/")
 
@@ -354,7 +354,7 @@ class MlPaths:
 
     @property
     def code(self) -> Path:
-        """Where the archive is unpacked."""
+        """The directory in which the archive is unpacked."""
         return self.root / "code"
 
     @property
@@ -371,7 +371,7 @@ class MlPaths:
         return self.root / "checkpoints"
 
     def shared(self, run: str) -> Path:
-        """What the instances of a run share."""
+        """The directory that the instances of a run share."""
         return self.channel(SHARED_CHANNEL) / run
 
     @property

@@ -49,9 +49,9 @@ class Hosts:
     directory: Path
     """Shared by all; this user's alone."""
     env: Mapping[str, str]
-    """Of Ray's processes. No secrets of the run."""
+    """Environment of Ray's processes, without the run's secrets."""
     port: int = RAY_PORT
-    """Of Ray's head on the first host; the gate is at the next one."""
+    """Port of Ray's head on the first host. The gate listens on the next one."""
     lost: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class Hosts:
         return f"{resolved_address(self.names[0])}:{self.port}"
 
     def ray_env(self) -> dict[str, str]:
-        """What every process needs that talks to this cluster."""
+        """The environment of every process that talks to this cluster."""
         kept = {name: value for name, value in self.env.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
         return {
             **kept,
@@ -83,7 +83,7 @@ class Hosts:
 
     @contextmanager
     def led(self, say: Callable[[str], None], on_loss: Callable[[], None]) -> Iterator[Callable[[int], None]]:
-        """On the first host: the cluster, once all hosts have joined. Yields what tells them the exit code.
+        """On the first host: lead the cluster, once all hosts have joined. Yields a function that sends the exit code.
 
         `on_loss` is called from a thread when a host is lost. Call it in the main thread.
 
@@ -179,7 +179,7 @@ def _ray_node(words: Sequence[str], address: str, env: Mapping[str, str]) -> Ite
 
 
 def _until_started(process: subprocess.Popen[str]) -> str | None:
-    """Read to the line that says so, and drain the rest in a thread. Returns the last line if it ends before."""
+    """Read until Ray reports its start, then drain the rest in a thread. Returns the last line if Ray ends before."""
     assert process.stdout is not None
     last = "it says nothing"
     for line in process.stdout:
@@ -212,7 +212,7 @@ def _wait_for_the_first(number: int, frame: FrameType | None) -> None:
 
 
 class Gate:
-    """Where the other hosts report. Each keeps its connection until the job's end."""
+    """Accepts the other hosts. Each keeps its connection until the job's end."""
 
     def __init__(
         self,

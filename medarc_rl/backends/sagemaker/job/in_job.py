@@ -40,7 +40,8 @@ _LOSS_LIMIT_S = 60.0
 _KEPT_LINES = 30
 _FAILURE_CHARS = 1024
 _NOT_COPIED = ("run_default/broadcasts", "run_default/rollouts", "rollouts")
-"""What the run's processes exchange. SageMaker would copy it to S3 in every step, and never delete it there."""
+"""Directories through which the run's processes exchange data. SageMaker would copy them to S3 in every step and never
+delete the copies."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -167,12 +168,12 @@ def write_failure(paths: MlPaths, lines: Sequence[str], secrets: Sequence[str]) 
         sys.stderr.write(f"warning: {paths.failure}: {error.strerror}\n")
 
 
-# Inputs: what SageMaker tells a container, all below /opt/ml.
+# Inputs: the files in which SageMaker describes the job to its container, all below /opt/ml.
 
 
 @dataclass(frozen=True, slots=True)
 class JobInputs:
-    """What to run, and on which hosts."""
+    """The command to run, and the hosts that run it."""
 
     command: str
     source_sha256: str
@@ -183,7 +184,7 @@ class JobInputs:
     interface: str | None = None
     """Network interface between the hosts."""
     shared_run: str | None = None
-    """Name of the run's directory in the shared one. None: the hosts share none."""
+    """Name of the run's directory in the shared one. None if the hosts share no directory."""
     upload_to: str | None = None
     """With a shared directory: where on S3 the run is kept."""
 
