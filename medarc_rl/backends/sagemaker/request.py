@@ -141,7 +141,7 @@ class TrainingJob:
     """With several nodes: holds the run's directory, which the run itself copies to S3."""
 
     def hyperparameters(self) -> dict[str, str]:
-        """The values that the job reads about itself. The console shows them, so they reveal nothing of the experiment."""
+        """The values that the job reads about itself. The console shows them; they reveal nothing of the experiment."""
         values = {"command": self.command, "source_sha256": self.source_sha256}
         if self.single_gpu:
             values["single_gpu"] = "1"
