@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -123,7 +123,7 @@ def logs(options: LogsOptions) -> int:
         sys.stderr.write(f"{printable(f'{record.name} is queued: {before.detail}'.removesuffix(': '))}\n")
     found = backend(record.backend).logs(record, options.follow)
     try:
-        for line in found if options.tail is None else _last(found, options.tail):
+        for line in found if options.tail is None else deque(found, maxlen=options.tail):
             sys.stdout.write(f"{visible(line, _MAX_LINE_CHARS)}\n")
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -237,10 +237,6 @@ def known_status(log: JobLog, record: JobRecord, ask: bool) -> Status:
         return asked_status(log, record)
     except MedarcError as error:
         return Status("unknown", str(error))
-
-
-def _last(found: Iterable[str], count: int) -> Iterable[str]:
-    return deque(found, maxlen=count)
 
 
 # Jobs as lines for a person, and as JSON for a program.

@@ -24,7 +24,7 @@ from medarc_rl.jobs.redaction import HIDDEN, redacted, redacted_argv
 
 def a_job(name: str = "rt", backend: str = "told", **values: object) -> JobRecord:
     texts = {"id": f"{name}-7", "kind": "rl", "config": "rt.toml", "output": "/runs/rt"}
-    return JobRecord(**{"name": name, "backend": protocol, **texts, **circumstances("medarc_submit"), **values})
+    return JobRecord(**{"name": name, "backend": backend, **texts, **circumstances("medarc_submit"), **values})
 
 
 class Told:
@@ -128,7 +128,7 @@ def test_a_log_that_is_no_file_is_one_line(tmp_path: Path) -> None:
 
 def test_submissions_at_once_all_arrive(log: JobLog) -> None:
     code = (
-        "from medarc_rl.jobs.log import JobLog\nfrom medarc_rl.jobs.log import JobRecord, circumstances\n"
+        "from medarc_rl.jobs.log import JobLog, JobRecord, circumstances\n"
         "for n in range(10):\n"
         "    JobLog.of_user().save(JobRecord(name='n', backend='ray', id=str(n), kind='sft', config='', output='',"
         " **circumstances('x')))"

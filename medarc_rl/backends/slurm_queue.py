@@ -89,17 +89,15 @@ def status_of(job: Properties) -> Status:
     if state == "running" and job.get("NodeList", "") not in _NOTHING:
         details.append(f"on {job['NodeList']}, ends by {job.get('EndTime', 'an unknown time')}")
     if state == "failed":
-        details += [_exit_words(job.get("ExitCode", "")), _time_limit(name, job)]
+        details.append(_exit_words(job.get("ExitCode", "")))
+        if name == "TIMEOUT" and job.get("TimeLimit"):
+            details.append(f"TimeLimit={job['TimeLimit']}")
     restarts = job.get("Restarts", "0")
     if restarts not in ("0", ""):
         details.append(f"requeued {restarts} times" if restarts != "1" else "requeued once")
     if state == "unknown":
         details.append(name)
     return Status(state, "; ".join(filter(None, details)))
-
-
-def _time_limit(name: str, job: Properties) -> str:
-    return f"TimeLimit={job['TimeLimit']}" if name == "TIMEOUT" and job.get("TimeLimit") else ""
 
 
 def _exit_words(code: str) -> str:

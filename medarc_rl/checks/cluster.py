@@ -54,11 +54,9 @@ def trial_row(job: BatchJob, limit_s: float) -> Row:
         answer = ask(argv, limit_s, env=sbatch_env(os.environ, job), stdin=render(job))
     except NoAnswer as error:
         return failed("sbatch --test-only", str(error))
-    return (ok if answer.code == 0 else failed)("sbatch --test-only", _without_prefix(answer.last_line))
-
-
-def _without_prefix(line: str) -> str:
-    return re.sub(r"^(?:sbatch: |error: )+", "", line)
+    return (ok if answer.code == 0 else failed)(
+        "sbatch --test-only", re.sub(r"^(?:sbatch: |error: )+", "", answer.last_line)
+    )
 
 
 def _partition_rows(job: BatchJob, partitions: list[Properties], nodes: list[Properties]) -> Iterator[Row]:
@@ -133,7 +131,9 @@ def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties
 def chosen_partitions(job: BatchJob, partitions: list[Properties], environ: Mapping[str, str]) -> list[Properties]:
     """The partitions that the job may run in, of those that there are."""
     wanted = _wanted(job, environ)
-    names = wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if _is_default(each)]
+    names = (
+        wanted.split(",") if wanted else [each["PartitionName"] for each in partitions if each.get("Default") == "YES"]
+    )
     return [each for each in partitions if each.get("PartitionName") in names]
 
 
@@ -149,10 +149,6 @@ def _members(partitions: list[Properties], nodes: list[Properties]) -> list[Prop
 
 def _wanted(job: BatchJob, environ: Mapping[str, str]) -> str | None:
     return job.request.partition or environ.get("SBATCH_PARTITION")
-
-
-def _is_default(partition: Properties) -> bool:
-    return partition.get("Default") == "YES"
 
 
 def _name(partition: Properties) -> str:

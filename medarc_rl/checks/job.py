@@ -116,7 +116,9 @@ def token_rows(config: SFTConfig | RLConfig, env: Mapping[str, str]) -> Iterator
     sections = (config.trainer, config.orchestrator) if isinstance(config, RLConfig) else (config,)
     if any(section.wandb is not None and not section.wandb.offline for section in sections):
         yield _wandb_row(env)
-    for name in _named_variables(config):
+    # Variables that the config names for secret headers.
+    headers = config.orchestrator.client.headers_from_env if isinstance(config, RLConfig) else {}
+    for name in headers.values():
         advice = "export it, or write it to the project's .env"
         yield ok("secret", f"{name} is set") if env.get(name) else failed("secret", f"{name} is not set: {advice}")
 
@@ -137,11 +139,6 @@ def _has_login() -> bool:
         return netrc.netrc().authenticators(_WANDB_HOST) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _named_variables(config: SFTConfig | RLConfig) -> list[str]:
-    """Variables that the config names for secret headers."""
-    return list(config.orchestrator.client.headers_from_env.values()) if isinstance(config, RLConfig) else []
 
 
 # The run's directory: whether it can be written, and holds what the run will save.

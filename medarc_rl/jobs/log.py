@@ -162,7 +162,8 @@ class JobLog:
         # Its name is this process's own, because two may see the end of one job.
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            self._prepare()
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self.directory)
             descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with naming(target), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as writing:
                 json.dump(record.to_table(), writing, indent=1)
@@ -186,10 +187,6 @@ class JobLog:
     def _file(self, record: JobRecord) -> Path:
         stamp = re.sub(r"[^0-9]", "", record.submitted)[:14]
         return self.directory / f"{stamp}-{record.key}{_ENDING}"
-
-    def _prepare(self) -> None:
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        private_directory(self.directory)
 
     def read(self) -> tuple[list[JobRecord], list[str]]:
         """All records, newest first, and one line for each file that is not a record."""
@@ -217,8 +214,9 @@ class JobLog:
         records, _ = self.read()
         if name == LAST and records:
             return records[0]
-        for fits in (_has_key, _has_id, _has_name):
-            found = next((record for record in records if fits(record, name)), None)
+        # A key is unique and wins over an id, which wins over a name.
+        for field_name in ("key", "id", "name"):
+            found = next((record for record in records if getattr(record, field_name) == name), None)
             if found is not None:
                 return found
         raise UsageError(f"{name!r}: no such job in the job log; `medarc_jobs list` shows names, keys and ids")
@@ -242,18 +240,6 @@ def config_files(words: Sequence[str]) -> str:
 
 class NotARecord(ValueError):
     """A file of the job log that is damaged, or another program's. The message is one line."""
-
-
-def _has_key(record: JobRecord, name: str) -> bool:
-    return record.key == name
-
-
-def _has_id(record: JobRecord, name: str) -> bool:
-    return record.id == name
-
-
-def _has_name(record: JobRecord, name: str) -> bool:
-    return record.name == name
 
 
 def _read(file: Path) -> JobRecord:

@@ -85,7 +85,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
         nodes=request.nodes,
         gpus=gpus,
         gpu_resource=options.gpu_resource,
-        cpus=_cpus(options, gpus),
+        cpus=f"{_CPUS_PER_GPU * max(gpus, 1) if options.cpus is None else options.cpus:g}",
         memory=options.memory or f"{_GIB_PER_GPU * max(gpus, 1)}Gi",
         shm=options.shm,
         claim=options.output_claim,
@@ -216,10 +216,6 @@ def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
     if request.gpus == 0 and device == "cuda":
         faults.append("--gpus 0: the config has device = 'cuda'; set it to 'cpu', or ask for GPUs")
     return request.gpus_of_node(run.config)
-
-
-def _cpus(options: KubernetesOptions, gpus: int) -> str:
-    return f"{_CPUS_PER_GPU * max(gpus, 1) if options.cpus is None else options.cpus:g}"
 
 
 def _config_faults(run: Run[Any], config: str) -> Iterator[str]:

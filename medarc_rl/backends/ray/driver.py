@@ -100,7 +100,8 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for seat in cluster.seats:
-                    _say(f"{seat.name} ({seat.address}): {_gpu_words(seat.gpus)}")
+                    gpus = f"GPU {','.join(seat.gpus)}" if seat.gpus else "no GPU"
+                    _say(f"{seat.name} ({seat.address}): {gpus}")
                 if len(bundles) > 1:
                     return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
@@ -150,10 +151,6 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
         return launch(SFT, config, sft_screen, sharing, cluster=cluster), config.recover
 
     return until_done(start, _say)
-
-
-def _gpu_words(gpus: Sequence[str]) -> str:
-    return f"GPU {','.join(gpus)}" if gpus else "no GPU"
 
 
 def _end_on_signals() -> None:

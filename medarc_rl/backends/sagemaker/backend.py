@@ -158,14 +158,10 @@ def _created(sagemaker: Any, job: TrainingJob) -> str:
             sagemaker.create_training_job(**job.request())
     except AwsError as error:
         # An answer that was lost is asked for again, and the second request then finds the first one's job.
-        if error.code != "ResourceInUse" or not _is_ours(sagemaker, job):
+        found = described(sagemaker, job.name) if error.code == "ResourceInUse" else None
+        if (found or {}).get("HyperParameters", {}).get("source_sha256") != job.source_sha256:
             raise
     return job.name
-
-
-def _is_ours(sagemaker: Any, job: TrainingJob) -> bool:
-    found = described(sagemaker, job.name) or {}
-    return bool(found.get("HyperParameters", {}).get("source_sha256") == job.source_sha256)
 
 
 # Preparing: checks a run and decides what would be sent. Contacts nobody and writes nothing.
@@ -256,13 +252,10 @@ def _config_of(run: Run[Any], project: Path, staged: Staged) -> tuple[str, list[
 
     from prime_rl.utils.pydantic_config import to_toml
 
-    table, faults = relocated(tomllib.loads(to_toml(run.config, exclude=_launch_keys(run.config))), project, staged)
+    # Keys about this launch, which the job's config does not have.
+    left_out = [key for key in ("slurm", "dry_run", "clean_output_dir") if key in type(run.config).model_fields]
+    table, faults = relocated(tomllib.loads(to_toml(run.config, exclude=left_out)), project, staged)
     return tomli_w.dumps(table), faults
-
-
-def _launch_keys(config: Any) -> list[str]:
-    """Keys about this launch, which the job's config does not have."""
-    return [key for key in ("slurm", "dry_run", "clean_output_dir") if key in type(config).model_fields]
 
 
 def _image(options: SageMakerOptions, build: ImageBuild | None, region: str) -> str:
@@ -449,7 +442,9 @@ class JobLogs:
         """Lines since the last call. With several instances each line begins with its instance. Raises AwsError."""
         streams = self._streams()
         for stream in streams:
-            prefix = f"{_instance(stream, self._name)}: " if len(streams) > 1 else ""
+            # A stream is named JOB/INSTANCE-NUMBER.
+            instance = stream.removeprefix(f"{self._name}/").rpartition("-")[0] or stream
+            prefix = f"{instance}: " if len(streams) > 1 else ""
             yield from (f"{prefix}{line}" for line in self._of_stream(stream))
 
     def _streams(self) -> list[str]:
@@ -496,7 +491,3 @@ def followed(
 def _lines(message: str) -> list[str]:
     # A progress bar's carriage returns would hide what was written before them.
     return message.replace("\r", "\n").splitlines() or [""]
-
-
-def _instance(stream: str, name: str) -> str:
-    return stream.removeprefix(f"{name}/").rpartition("-")[0] or stream

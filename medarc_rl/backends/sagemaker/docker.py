@@ -102,17 +102,14 @@ def build_and_push(build: ImageBuild, aws: Aws, say: Callable[[str], None]) -> s
         return image
     commands = build.plan(registry)
     with TemporaryDirectory(prefix="medarc-image-") as scratch:
-        bundle = _context_archive(build, Path(scratch))
+        texts = {"Dockerfile": DOCKERFILE.read_text(encoding="utf-8")}
+        bundle = pack(Path(scratch) / "context.tar.gz", build.context.files, texts)
         with bundle.path.open("rb") as stdin:
             _docker(commands[0], say, stdin=stdin)
     password = base64.b64decode(granted["authorizationToken"]).partition(b":")[2]
     _docker(commands[1], say, content=password)
     _docker(commands[2], say)
     return image
-
-
-def _context_archive(build: ImageBuild, scratch: Path) -> Bundle:
-    return pack(scratch / "context.tar.gz", build.context.files, {"Dockerfile": DOCKERFILE.read_text(encoding="utf-8")})
 
 
 def _ensure_repository(ecr: Any, name: str) -> None:
@@ -183,7 +180,8 @@ class LocalContainer:
         if any(char in str(self.root) for char in ":,"):
             raise UsageError(f"{self.root}: docker cannot mount a directory with ':' or ',' in its name")
         plain = [word for name, value in self.job.env.items() for word in ("--env", f"{name}={value}")]
-        named = [word for name in self._named() for word in ("--env", name)]
+        secret = [name for name in (*self.job.secrets, *_AWS_VARIABLES) if self.env.get(name)]
+        named = [word for name in secret for word in ("--env", name)]
         entry = ["--entrypoint", "python", self.job.image, "-m", JOB_MODULE]
         # Files are the user's, not root's. A user without a name in the image still has one.
         user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "USER=medarc"]
@@ -204,9 +202,6 @@ class LocalContainer:
         if not usable:
             return []
         return ["--gpus", "all" if masked_gpus(self.env) is None else f'"device={",".join(usable)}"']
-
-    def _named(self) -> list[str]:
-        return [name for name in (*self.job.secrets, *_AWS_VARIABLES) if self.env.get(name)]
 
     def lay_out(self, bundle: Bundle) -> None:
         """Write what SageMaker would mount. A secret that is set here is not looked up in the job."""

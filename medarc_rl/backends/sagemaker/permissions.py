@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from medarc_rl.backends.sagemaker.request import (
 )
 from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
-from prime_rl.configs.storage import BadS3Name, S3Name
+from prime_rl.configs.storage import BadS3Name
 from prime_rl.storage.staging import WRITTEN_KEYS, s3_names
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.toml_files import read_files
@@ -78,7 +78,8 @@ def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
     """
     try:
         layers = read_files(files).layers
-        found = {(key in WRITTEN_KEYS, name) for layer in layers for key, name in _leaves(layer.data)}
+        names = [each for layer in layers for each in s3_names(layer.data)]
+        found = {(key.rpartition(".")[2] in WRITTEN_KEYS, name) for key, name in names}
     except ConfigError as error:
         raise UsageError(*error.faults) from error
     except BadS3Name as error:
@@ -91,12 +92,6 @@ def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
         for chosen in (True, False)
     )
     return read, written
-
-
-def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, S3Name]]:
-    """Names on S3 in a table, with the last part of the key of each."""
-    for key, name in s3_names(table):
-        yield key.rpartition(".")[2], name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +127,11 @@ class Rights:
             "job_role_trust": _document([_trust()]),
         }
 
-    @property
-    def _partition(self) -> str:
-        return self.role.split(":")[1]
-
-    @property
-    def _account(self) -> str:
-        return self.role.split(":")[4]
-
     def _arn(self, service: str, resource: str, region: str | None = None, account: str | None = None) -> str:
+        _, partition, _, _, own_account, *_ = self.role.split(":")
         region = self.region if region is None else region
-        account = self._account if account is None else account
-        return f"arn:{self._partition}:{service}:{region}:{account}:{resource}"
+        account = own_account if account is None else account
+        return f"arn:{partition}:{service}:{region}:{account}:{resource}"
 
     def _objects(self, prefix: S3Prefix) -> str:
         return self._arn("s3", "/".join(part for part in (prefix.bucket, prefix.key, "*") if part), "", "")

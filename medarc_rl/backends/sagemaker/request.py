@@ -221,14 +221,12 @@ def rule_faults(job: TrainingJob) -> list[str]:
     reserved = [name for name in job.env if name.startswith(("SM_", "SAGEMAKER_", "TRAINING_JOB_"))]
     faults += [f"--env {name}: SageMaker sets variables of this name itself" for name in reserved]
     faults += [
-        f"--tag {name}: AWS keeps names of tags that begin with aws: for itself" for name in job.tags if _is_aws(name)
+        f"--tag {name}: AWS keeps names of tags that begin with aws: for itself"
+        for name in job.tags
+        if name.lower().startswith("aws:")
     ]
     faults += [f"--env {name}: also given with --secret-env" for name in job.env if name in job.secrets]
     return faults
-
-
-def _is_aws(tag: str) -> bool:
-    return tag.lower().startswith("aws:")
 
 
 def _file_system_faults(job: TrainingJob) -> list[str]:
@@ -504,7 +502,8 @@ def _text_faults(shape: Shape, value: str, path: str) -> Iterator[str]:
     elif most is not None and len(value) > most:
         yield f"{named(path)} {_shown(value)}: {len(value)} characters; SageMaker takes at most {most}"
     elif len(value) < rules.get("min", 0) or not _fits(rules.get("pattern"), value):
-        yield f"{named(path)} {_shown(value)}: SageMaker does not take this{_example(path)}"
+        example = f"; write it as in {EXAMPLES[path]}" if path in EXAMPLES else ""
+        yield f"{named(path)} {_shown(value)}: SageMaker does not take this{example}"
 
 
 def _number_faults(shape: Shape, value: int, path: str) -> Iterator[str]:
@@ -520,10 +519,6 @@ def _fits(pattern: str | None, value: str) -> bool:
     # Java's character classes, which Python's `re` does not know.
     translated = pattern.replace(r"\p{L}\p{Z}\p{N}_", r"\w\s").replace(r"\p{Alnum}", "a-zA-Z0-9")
     return re.fullmatch(translated, value) is not None
-
-
-def _example(path: str) -> str:
-    return f"; write it as in {EXAMPLES[path]}" if path in EXAMPLES else ""
 
 
 def _shown(value: str) -> str:
