@@ -17,8 +17,8 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.frozen import frozen_judges, frozen_models
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.launch.plan import eval_demand, rl_demand, sft_demand
-from prime_rl.launch.site import Demand
+from prime_rl.launch.placement import ResourceRequest
+from prime_rl.launch.plan import eval_request, rl_request, sft_request
 from prime_rl.utils.pydantic_config import ConfigError
 
 MOST_TRAIN_GPUS = 4
@@ -302,7 +302,7 @@ def device_of(config: SFTConfig | RLConfig | OfflineEvalConfig) -> str:
     return _needed(config).device
 
 
-def _needed(config: SFTConfig | RLConfig | OfflineEvalConfig) -> Demand:
+def _needed(config: SFTConfig | RLConfig | OfflineEvalConfig) -> ResourceRequest:
     if isinstance(config, SFTConfig):
-        return sft_demand(config)
-    return rl_demand(config) if isinstance(config, RLConfig) else eval_demand(config)
+        return sft_request(config)
+    return rl_request(config) if isinstance(config, RLConfig) else eval_request(config)

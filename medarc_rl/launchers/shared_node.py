@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from medarc_rl.errors import UsageError
-from prime_rl.launch.site import Sharing
+from prime_rl.launch.placement import Sharing
 from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.gpus import MASK_VARIABLE, choose_device, machine_gpus, masked_gpus, usable_gpus
 

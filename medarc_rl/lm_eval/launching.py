@@ -19,8 +19,8 @@ from prime_rl.checks import start_faults
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor
 from prime_rl.launch.logs import Follower, polled
+from prime_rl.launch.placement import Placement, ResourceRequest, claimed_placement
 from prime_rl.launch.plan import inference_url, plan_server
-from prime_rl.launch.site import Demand, Site, claimed_site
 from prime_rl.launch.spec import Outcome
 from prime_rl.run.directory import files_readable_by, write_configs
 from prime_rl.run.lock import run_lock
@@ -70,7 +70,9 @@ def run_group(plan: LmEvalPlan, engine: Engine, screen: TextIO) -> int:
             files_readable_by("owner"),
             run_lock(paths.root) as lock,
             LocalHost(held_by_guard=(lock,)) as host,
-            claimed_site(Demand(config.device, infer=1), shared_node(os.environ), os.environ, host.directory) as site,
+            claimed_placement(
+                ResourceRequest(config.device, infer=1), shared_node(os.environ), os.environ, host.directory
+            ) as site,
         ):
             _prepare(plan, config, site)
             with _shown(paths.progress, screen):
@@ -84,7 +86,7 @@ def run_group(plan: LmEvalPlan, engine: Engine, screen: TextIO) -> int:
     return _exit_code(outcome, paths)
 
 
-def _prepare(plan: LmEvalPlan, config: InferenceConfig, site: Site) -> None:
+def _prepare(plan: LmEvalPlan, config: InferenceConfig, site: Placement) -> None:
     paths = plan.paths
     for file in (paths.faults, paths.tasks_found):
         file.unlink(missing_ok=True)
@@ -94,7 +96,7 @@ def _prepare(plan: LmEvalPlan, config: InferenceConfig, site: Site) -> None:
     paths.plan.write_text(replace(plan, url=inference_url(site)).to_json(), encoding="utf-8")
 
 
-def _processes(plan: LmEvalPlan, config: InferenceConfig, site: Site) -> tuple[ProcessSpec, ...]:
+def _processes(plan: LmEvalPlan, config: InferenceConfig, site: Placement) -> tuple[ProcessSpec, ...]:
     paths, run = plan.paths, RunPaths(plan.paths.root)
     server = plan_server("medarc_train lm-eval", config, run, site, waits_for=paths.tasks_found)
     # lm-eval itself computes nothing with a model; datasets and tokenizers print bars of their own.

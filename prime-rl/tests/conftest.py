@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import prime_rl  # noqa: F401 - before any test imports torch: it decides how torch's threads wait
-from prime_rl.launch.site import reserved_ports
+from prime_rl.launch.placement import reserved_ports
 from prime_rl.utils.private import RUNTIME_VARIABLE
 
 MAX_CASE_S = 30

@@ -19,7 +19,7 @@ from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.errors import MedarcError
 from medarc_rl.jobs.log import JobLog, JobRecord, Status
-from prime_rl.run.beats import Beats, clear_beats
+from prime_rl.run.beats import HeartbeatWriter, clear_heartbeats
 from prime_rl.run.lock import run_lock
 
 FAKE = """#!{python}
@@ -363,10 +363,10 @@ def test_the_probes_follow_a_run_from_its_start_to_its_end(tmp_path: Path, capsy
 
     lock, beat = tmp_path / "run.lock", tmp_path / "control" / "trainer.beat"
     assert probed() == [1, 0, 1], "nothing has begun"
-    clear_beats(beat)
+    clear_heartbeats(beat)
     with run_lock(tmp_path):
         assert probed() == [0, 0, 1], "no process has begun"
-        beats = Beats(beat)
+        beats = HeartbeatWriter(beat)
         beats.say("loading")
         assert probed() == [0, 0, 1], "it loads"
         beats.started()

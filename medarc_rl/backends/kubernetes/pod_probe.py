@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from prime_rl.run.beats import read_beats
+from prime_rl.run.beats import read_heartbeats
 from prime_rl.run.lock import LOCK_NAME, Holder
 
 MAX_SILENCE_S = 120.0
@@ -33,7 +33,7 @@ def ready(out: Path, now_s: float) -> str | None:
     """Why the run is not at work: processes that import or load."""
     if fault := started(out, now_s):
         return fault
-    newest = {file.stem: next(read_beats(file), None) for file in sorted((out / "control").glob("*.beat"))}
+    newest = {file.stem: next(read_heartbeats(file), None) for file in sorted((out / "control").glob("*.beat"))}
     waiting = [name for name, beat in newest.items() if beat is None or not beat.is_started]
     if not newest:
         return "no process has begun"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launch.site import reserved_ports
+from prime_rl.launch.placement import reserved_ports
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "reverse_text" / "checkpoint"
 BIN = Path(sys.executable).parent

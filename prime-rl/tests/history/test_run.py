@@ -17,7 +17,7 @@ import pytest
 from prime_rl.history.attempts import git_state, machine_facts
 from prime_rl.history.run import RunHistory
 from prime_rl.run.attempts import Receipt
-from prime_rl.run.beats import Beats
+from prime_rl.run.beats import HeartbeatWriter
 from prime_rl.run.lock import STALE_S, run_lock
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import UserError
@@ -114,10 +114,10 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     whole = json.loads(paths.receipt(1).read_text())
     paths.receipt(5).write_text(json.dumps({**whole, "attempt": math.inf}))
     paths.config("rl").write_bytes(b"\xff")
-    paths.beats("trainer").parent.mkdir(exist_ok=True)
-    paths.beats("trainer").write_text("[")
+    paths.heartbeat("trainer").parent.mkdir(exist_ok=True)
+    paths.heartbeat("trainer").write_text("[")
     history = RunHistory.open(tmp_path)
-    assert ([attempt.number for attempt in history.attempts], history.config(), history.beats()) == ([1], {}, {})
+    assert ([attempt.number for attempt in history.attempts], history.config(), history.heartbeats()) == ([1], {}, {})
 
 
 @pytest.mark.parametrize("key", ["result", "slurm_job_id", "machine", "parts", "message"])
@@ -135,9 +135,9 @@ def test_a_receipt_with_values_of_other_types_is_read(key: str, value: object, t
 
 def test_beats_are_read_by_process(tmp_path: Path) -> None:
     paths = run_in(tmp_path)
-    paths.beats("trainer").parent.mkdir()
-    Beats(paths.beats("trainer")).say("step 3: waiting for a batch", waits_for="orchestrator")
-    (beat,) = RunHistory.open(tmp_path).beats().values()
+    paths.heartbeat("trainer").parent.mkdir()
+    HeartbeatWriter(paths.heartbeat("trainer")).say("step 3: waiting for a batch", waits_for="orchestrator")
+    (beat,) = RunHistory.open(tmp_path).heartbeats().values()
     assert (beat.doing, beat.waits_for) == ("step 3: waiting for a batch", "orchestrator")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.devices import assign_gpus
-from prime_rl.launch.plan import rl_demand
+from prime_rl.launch.plan import rl_request
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.pydantic_config import ConfigError, load_config
@@ -57,7 +57,7 @@ def rl_config(*words: str) -> RLConfig:
 
 def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refused() -> None:
     config = rl_config("--judge.grader.gpus", "2", "--judge.grader.engine.tp", "2", "--judge.small.model", "s")
-    assert rl_demand(config).frozen == (2, 1)
+    assert rl_request(config).frozen == (2, 1)
     gpus = assign_gpus(tuple("012345"), 1, 1, frozen=(2, 1))
     assert (gpus.inference, gpus.trainer, gpus.frozen) == (("0",), ("1",), (("2", "3"), ("4",)))
     with pytest.raises(
@@ -65,8 +65,8 @@ def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refu
         match="1 inference \\+ 1 training \\+ 3 GPUs of judges and teacher are more than can be used: 0,1,2",
     ):
         assign_gpus(tuple("012"), 1, 1, frozen=(2, 1))
-    assert rl_demand(rl_config("--judge.grader.device", "cpu")).frozen == (0,)
-    assert rl_demand(rl_config("--judge.grader.base-url", "https://judge.example/v1")).frozen == ()
+    assert rl_request(rl_config("--judge.grader.device", "cpu")).frozen == (0,)
+    assert rl_request(rl_config("--judge.grader.base-url", "https://judge.example/v1")).frozen == ()
     for words, named in (
         (["--judge.grader.gpus", "8"], "1 train \\+ 1 infer \\+ 8 judge.grader = 10 GPUs"),
         (["--judge.grader.gpus", "3", "--judge.grader.engine.tp", "2"], "gpus \\(3\\) is not a multiple of engine.tp"),
@@ -119,7 +119,7 @@ def test_a_run_trains_on_its_judge_and_ends_by_its_name_when_it_is_killed(tmp_pa
 
 def _pid_of(name: str, run: RunPaths) -> int:
     """The first process in the beats of a child: itself."""
-    return int(json.loads(run.beats(name).read_bytes().partition(b"\n")[0])[5][0])
+    return int(json.loads(run.heartbeats(name).read_bytes().partition(b"\n")[0])[5][0])
 
 
 def _assert_no_key_in_files(run: RunPaths) -> None:

@@ -46,7 +46,7 @@ with LocalHost() as local:
         specs = [
             ProcessSpec(
                 name, (sys.executable, "-c", code), root / f"{name}.log", node=node, completes_run=True,
-                beats=root / f"{name}.beat", completion=root / f"{name}.complete", secrets={"KEY": "open sesame"},
+                heartbeat=root / f"{name}.beat", completion=root / f"{name}.complete", secrets={"KEY": "open sesame"},
             )
             for name, (node, code) in children.items()
         ]

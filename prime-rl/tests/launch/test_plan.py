@@ -13,9 +13,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.devices import GpuAssignment
 from prime_rl.launch.job import Job, Resources
-from prime_rl.launch.plan import plan_eval, plan_rl, plan_server, plan_sft, sft_demand
+from prime_rl.launch.placement import Device, Placement, Ports, ResourceRequest
+from prime_rl.launch.plan import plan_eval, plan_rl, plan_server, plan_sft, sft_request
 from prime_rl.launch.programs import Programs
-from prime_rl.launch.site import Demand, Device, Ports, Site
 from prime_rl.run.beats import SERVERS_VARIABLE
 from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
@@ -27,8 +27,8 @@ def config(**values: object) -> RLConfig:
     return RLConfig.model_validate({"trainer": {}, "orchestrator": {}, "inference": {}, "output_dir": "out", **values})
 
 
-def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str) -> Site:
-    return Site(
+def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str) -> Placement:
+    return Placement(
         programs=Programs("/venv/python", "/venv/inference", "/venv/orchestrator"),
         device=device,
         gpus=gpus or GpuAssignment(("0",), ("1",)),
@@ -43,7 +43,7 @@ def site(device: Device = "cuda", gpus: GpuAssignment | None = None, **env: str)
     )
 
 
-def plan(config: RLConfig, site: Site, resume_step: int | None = None) -> dict[str, ProcessSpec]:
+def plan(config: RLConfig, site: Placement, resume_step: int | None = None) -> dict[str, ProcessSpec]:
     return {spec.name: spec for spec in plan_rl(config, PATHS, site, resume_step).processes}
 
 
@@ -303,7 +303,7 @@ def test_the_engine_of_an_rl_run_waits_for_its_environments() -> None:
     assert all(CLEARANCE_VARIABLE not in process.env for process in evaluation.processes)
 
 
-def on_nodes(count: int) -> Site:
+def on_nodes(count: int) -> Placement:
     """Nodes 10.0.0.1, 10.0.0.2 and so on."""
     each = tuple(
         replace(site(), node=node, name=f"n{node}", address=f"10.0.0.{node + 1}", interface=f"eth{node}")
@@ -315,8 +315,8 @@ def on_nodes(count: int) -> Site:
 def test_the_orchestrator_knows_the_process_behind_each_of_several_servers() -> None:
     nodes = {"type": "multi_node", "num_train_nodes": 1, "num_infer_nodes": 2, "gpus_per_node": 1}
     processes = plan(config(slurm={}, deployment=nodes), on_nodes(3))
-    servers = {name: spec.beats for name, spec in processes.items() if spec.beats and "inference" in name}
-    assert servers == {name: PATHS.beats(name) for name in ("inference", "inference_1")}
+    servers = {name: spec.heartbeat for name, spec in processes.items() if spec.heartbeat and "inference" in name}
+    assert servers == {name: PATHS.heartbeat(name) for name in ("inference", "inference_1")}
     names = {"http://10.0.0.1:8001/v1": "inference", "http://10.0.0.2:8001/v1": "inference_1"}
     assert json.loads(processes["orchestrator"].env[SERVERS_VARIABLE]) == names
     assert SERVERS_VARIABLE not in plan(config(), site())["orchestrator"].env
@@ -326,7 +326,7 @@ def test_on_several_nodes_each_has_a_server_for_the_evaluation_and_trains_on_its
     nodes = {"type": "multi_node", "num_nodes": 2, "gpus_per_node": 3, "network_interface": "eth0,eth1"}
     values = {"output_dir": "out", "slurm": {}, "deployment": nodes, "eval": {"env": [{"id": "x"}]}}
     sft = SFTConfig.model_validate({**values, "data": {"type": "fake", "batch_size": 4}})
-    assert sft_demand(sft) == Demand("auto", infer=1, train=2, train_nodes=2, interface="eth0,eth1")
+    assert sft_request(sft) == ResourceRequest("auto", infer=1, train=2, train_nodes=2, interface="eth0,eth1")
     here = on_nodes(2)
     nodes_of = tuple(
         replace(each, gpus=GpuAssignment(("0",), ("1", "2")), is_interface_configured=True) for each in here.each

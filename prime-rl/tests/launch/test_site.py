@@ -6,8 +6,8 @@ import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.launch.devices import GpuAssignment, mask_for_vllm
-from prime_rl.launch.plan import rl_demand
-from prime_rl.launch.site import Demand, Device, Sharing, place
+from prime_rl.launch.placement import Device, ResourceRequest, Sharing, place
+from prime_rl.launch.plan import rl_request
 from prime_rl.utils.errors import DeviceError
 
 
@@ -26,21 +26,21 @@ def config(**values: object) -> RLConfig:
     return RLConfig.model_validate({"trainer": {}, "orchestrator": {}, "inference": {}, "device": "cpu", **values})
 
 
-def placed(ids: str, demand: Demand, **sharing: bool) -> GpuAssignment:
+def placed(ids: str, demand: ResourceRequest, **sharing: bool) -> GpuAssignment:
     """Where a demand goes on a machine without GPUs, for which ids are only words."""
     return place(demand, Sharing(**sharing), {"CUDA_VISIBLE_DEVICES": ids})[1]
 
 
 def test_the_first_go_to_inference_and_the_next_to_the_trainer() -> None:
-    assert placed("6,GPU-x,0", Demand("cpu", 1, 2)) == GpuAssignment(("6",), ("GPU-x", "0"))
+    assert placed("6,GPU-x,0", ResourceRequest("cpu", 1, 2)) == GpuAssignment(("6",), ("GPU-x", "0"))
 
 
 def test_more_gpus_than_needed_are_left_alone() -> None:
-    assert placed("7,GPU-3,5,1", Demand("cpu", 1, 2)) == GpuAssignment(("7",), ("GPU-3", "5"))
+    assert placed("7,GPU-3,5,1", ResourceRequest("cpu", 1, 2)) == GpuAssignment(("7",), ("GPU-3", "5"))
 
 
 def test_in_single_gpu_mode_both_get_the_one() -> None:
-    assert placed("MIG-1", Demand("cpu", 1, 1), single_gpu=True, exact_gpus=True) == GpuAssignment(
+    assert placed("MIG-1", ResourceRequest("cpu", 1, 1), single_gpu=True, exact_gpus=True) == GpuAssignment(
         ("MIG-1",), ("MIG-1",)
     )
 
@@ -58,7 +58,7 @@ def test_where_gpus_are_granted_any_other_number_is_refused(
 ) -> None:
     sharing = Sharing(exact_gpus=True, single_gpu=single)
     with pytest.raises(DeviceError, match=fault):
-        place(Demand("cuda", 1, 2), sharing, {"CUDA_VISIBLE_DEVICES": gpus}, gpu_machine)
+        place(ResourceRequest("cuda", 1, 2), sharing, {"CUDA_VISIBLE_DEVICES": gpus}, gpu_machine)
 
 
 def test_vllm_gets_indices_for_ids_because_it_reads_integers() -> None:
@@ -80,7 +80,7 @@ def test_other_masks_stay_as_they_were_given(gpus: list[str]) -> None:
 
 def on_cpu(mask: str | None, **values: object) -> tuple[Device, GpuAssignment]:
     env = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-    return place(rl_demand(config(**values)), Sharing(exact_gpus=True), env)
+    return place(rl_request(config(**values)), Sharing(exact_gpus=True), env)
 
 
 def test_on_the_cpu_ids_are_split_when_they_fit_and_ignored_when_they_do_not() -> None:

@@ -59,7 +59,7 @@ class AgentProcess:
 
     def start(self, number: int, name: str, code: str) -> None:
         child = (sys.executable, "-c", code)
-        spec = ProcessSpec(name, child, self.directory / f"{name}.log", beats=self.directory / f"{name}.beat")
+        spec = ProcessSpec(name, child, self.directory / f"{name}.log", heartbeat=self.directory / f"{name}.beat")
         self.channel.send(encoded(Start(number, spec=spec, umask=0o077)))
 
 
@@ -78,7 +78,7 @@ def test_an_agent_says_that_it_is_alive_while_the_beats_of_a_child_cannot_be_rea
     with (agent.directory / "trainer.beat").open("wb") as beats:  # open once the agent reads, which then waits
         agent.next(Alive)
         beats.write(b'[1, 2.0, "training", null, true, [3]]\n')
-    while not (seen := agent.next(Status).observed["trainer"].beats):
+    while not (seen := agent.next(Status).observed["trainer"].heartbeats):
         pass
     assert seen[0].doing == "training"
 

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
 from prime_rl.launch.spec import NodeLost
 from prime_rl.launch.stalling import Observed, StallLimits, Watchdog
-from prime_rl.run.beats import ANYONE, Beat
+from prime_rl.run.beats import ANYONE, Heartbeat
 
 SIGUSR1 = signal.SIGUSR1
 
@@ -252,7 +252,7 @@ def test_children_that_a_scheduler_signals_together_with_the_launcher_are_not_lo
 
 
 def test_the_run_ends_after_the_last_evaluation_and_says_what_it_waits_for() -> None:
-    doing = {"evaluator": Observed([Beat(1, 0.0, "evaluating version 4: 1 of 8 rollouts are done")])}
+    doing = {"evaluator": Observed([Heartbeat(1, 0.0, "evaluating version 4: 1 of 8 rollouts are done")])}
     host = FakeHost([Exited("trainer", 0), Exited("evaluator", 0), Exited("inference", 0)], observed=doing)
     outcome, said = train(host)
     assert (outcome.succeeded, outcome.lost) == (True, ())
@@ -266,9 +266,9 @@ def test_a_stalled_child_that_is_not_needed_is_stopped_alone() -> None:
     host = FakeHost(
         [None] * 6 + [Exited("evaluator", 143), Exited("inference", 143), Exited("trainer", 0)],
         observed={
-            "trainer": Observed([Beat(1, 0.0, "step 1", waits_for=ANYONE)]),
-            "evaluator": Observed([Beat(1, 0.0, "evaluating")]),
-            "inference": Observed([Beat(1, 0.0, "idle", waits_for=ANYONE)]),
+            "trainer": Observed([Heartbeat(1, 0.0, "step 1", waits_for=ANYONE)]),
+            "evaluator": Observed([Heartbeat(1, 0.0, "evaluating")]),
+            "inference": Observed([Heartbeat(1, 0.0, "idle", waits_for=ANYONE)]),
         },
     )
     outcome, _ = train(host, Watchdog(StallLimits(timeout_s=10), lambda: float(next(seconds))))

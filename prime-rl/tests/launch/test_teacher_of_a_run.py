@@ -22,7 +22,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.frozen import TEACHER
-from prime_rl.launch.plan import rl_demand
+from prime_rl.launch.plan import rl_request
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.errors import TeacherFault
 from prime_rl.run.paths import RunPaths
@@ -58,10 +58,10 @@ def sample_of(prompt: list[int], completion: list[int]) -> TrainingSample:
 
 def test_a_teacher_gets_gpus_behind_those_of_the_judges() -> None:
     words = ["--judge.grader.model", "x/y", "--deployment.num-teacher-gpus", "2", "--deployment.gpus-per-node", "8"]
-    assert rl_demand(rl_config(*words)).frozen == (1, 2)
-    assert rl_demand(rl_config("--device", "cpu", "--teacher-inference.model.name", "x/y")).frozen == (0,)
+    assert rl_request(rl_config(*words)).frozen == (1, 2)
+    assert rl_request(rl_config("--device", "cpu", "--teacher-inference.model.name", "x/y")).frozen == (0,)
     outside = ["--orchestrator.teacher-model.client.base-url", "http://teacher:8000/v1"]
-    assert rl_demand(rl_config(*outside)).frozen == ()
+    assert rl_request(rl_config(*outside)).frozen == ()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def distillation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sub
 
 def pid_of(name: str, run: RunPaths) -> int:
     """The first process in the beats of a child: itself."""
-    return int(json.loads(run.beats(name).read_bytes().partition(b"\n")[0])[5][0])
+    return int(json.loads(run.heartbeats(name).read_bytes().partition(b"\n")[0])[5][0])
 
 
 def teacher_at(run: RunPaths, model: Path = MODEL, **client: Any) -> Teacher:

@@ -10,13 +10,13 @@ import pytest
 
 from prime_rl.launch import Exited, FakeHost, ProcessSpec, Supervisor
 from prime_rl.launch.stalling import LONGEST_GAP_S, LOOK_EVERY_S, Observed, Stalled, StallLimits, Watchdog
-from prime_rl.run.beats import ANYONE, Beat
+from prime_rl.run.beats import ANYONE, Heartbeat
 
 LIMITS = StallLimits(timeout_s=100, startup_timeout_s=1000, stopped_timeout_s=10)
 
 
 def says(doing: str, waits_for: str | None = None, count: int = 1, is_started: bool = True) -> Observed:
-    return Observed([Beat(count, 1e9, doing, waits_for, is_started)])
+    return Observed([Heartbeat(count, 1e9, doing, waits_for, is_started)])
 
 
 def watched(look: Mapping[str, Observed], seconds: float, limits: StallLimits = LIMITS) -> Stalled | None:
@@ -96,7 +96,7 @@ def test_progress_of_a_helper_is_progress_of_its_process() -> None:
     watchdog = Watchdog(LIMITS, lambda: clock_s[0])
     for count in range(1000):
         clock_s[0] += LOOK_EVERY_S
-        own, helper = Beat(1, 1e9, "groups"), Beat(count, 1e9, "running rollouts")
+        own, helper = Heartbeat(1, 1e9, "groups"), Heartbeat(count, 1e9, "running rollouts")
         assert watchdog.look({"orchestrator": Observed([own, helper])}) is None
 
 
@@ -131,8 +131,8 @@ def test_processes_that_wait_for_each_other_are_named_together() -> None:
 
 
 def test_of_ranks_that_all_fall_silent_the_first_is_named_first_and_all_are_shown() -> None:
-    first = Observed([Beat(7, 1e9, "step 3: forward and backward")])
-    later = Observed([Beat(9, 1e9 + 5, "step 3: publishing")])
+    first = Observed([Heartbeat(7, 1e9, "step 3: forward and backward")])
+    later = Observed([Heartbeat(9, 1e9 + 5, "step 3: publishing")])
     stalled = watched({"trainer": later, "trainer_rank_1": first}, 200)
     assert stalled is not None
     assert stalled.roots == ("trainer_rank_1", "trainer")
@@ -149,7 +149,7 @@ def test_a_process_that_starts_has_the_longer_limit_even_before_its_first_words(
 
 
 def test_a_stopped_process_has_a_limit_of_its_own() -> None:
-    stopped = Observed([Beat(1, 1e9, "batch", "orchestrator")], stopped=(7,))
+    stopped = Observed([Heartbeat(1, 1e9, "batch", "orchestrator")], stopped=(7,))
     look = {"trainer": stopped, "orchestrator": says("groups")}
     assert watched(look, 8) is None
     stalled = watched(look, 10)
@@ -168,7 +168,7 @@ def test_a_stopped_process_that_is_continued_in_time_starts_again_from_zero() ->
 
 @pytest.mark.parametrize("limits", [StallLimits(), StallLimits(startup_timeout_s=5)])
 def test_none_disables_a_limit(limits: StallLimits) -> None:
-    look = {"trainer": Observed([Beat(1, 1e9, "step 3")], stopped=(7,))}
+    look = {"trainer": Observed([Heartbeat(1, 1e9, "step 3")], stopped=(7,))}
     assert watched(look, 100_000, limits) is None
 
 

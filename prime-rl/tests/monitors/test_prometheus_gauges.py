@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.shared import MetricsServerConfig
-from prime_rl.launch.site import reserved_ports
+from prime_rl.launch.placement import reserved_ports
 from prime_rl.monitors.prometheus import ORCHESTRATOR, TRAINER, Gauges, MetricsServer
 
 PAGE = Path(__file__).parents[3] / "docs" / "monitors.md"

@@ -12,36 +12,36 @@ from pathlib import Path
 import pytest
 
 from prime_rl.run.beats import (
-    BEAT_VARIABLE,
+    HEARTBEAT_VARIABLE,
     SERVERS_VARIABLE,
-    Beat,
-    Beats,
-    clear_beats,
-    helper_beats_env,
+    Heartbeat,
+    HeartbeatWriter,
+    clear_heartbeats,
+    helper_heartbeat_env,
     own_beats,
-    read_beats,
+    read_heartbeats,
 )
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "control" / "trainer.beat"
-    clear_beats(file)
+    clear_heartbeats(file)
     return file
 
 
-def last(file: Path) -> Beat:
-    return next(read_beats(file))
+def last(file: Path) -> Heartbeat:
+    return next(read_heartbeats(file))
 
 
 def test_a_process_that_has_said_nothing_has_no_beat(file: Path) -> None:
-    assert list(read_beats(file)) == []
-    Beats(file)
-    assert list(read_beats(file)) == []
+    assert list(read_heartbeats(file)) == []
+    HeartbeatWriter(file)
+    assert list(read_heartbeats(file)) == []
 
 
 def test_a_beat_says_what_the_process_does_and_for_whom_it_waits(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     beats.say("step 3: waiting for a batch, and these are many words", waits_for="orchestrator")
     beat = last(file)
     assert (beat.doing[:7], beat.waits_for, beat.is_started) == ("step 3:", "orchestrator", False)
@@ -52,7 +52,7 @@ def test_a_beat_says_what_the_process_does_and_for_whom_it_waits(file: Path) -> 
 
 
 def test_saying_the_same_again_is_no_progress(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     for _ in range(3):
         beats.say("waiting")
     assert last(file).count == 1
@@ -60,7 +60,7 @@ def test_saying_the_same_again_is_no_progress(file: Path) -> None:
 
 def test_ticks_are_progress_but_not_written_more_than_once_a_second(file: Path) -> None:
     clock_s = [100.0]
-    beats = Beats(file, clock=lambda: clock_s[0])
+    beats = HeartbeatWriter(file, clock=lambda: clock_s[0])
     beats.say("generating")
     for clock_s[0] in (100.0, 100.5, 101.0, 101.5, 102.0):
         beats.tick()
@@ -68,7 +68,7 @@ def test_ticks_are_progress_but_not_written_more_than_once_a_second(file: Path) 
 
 
 def test_a_process_waits_for_the_engine_as_long_as_one_call_is_in_flight(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     beats.say("collecting")
     with beats.calling("inference"), beats.calling("inference"):
         assert last(file).waits_for == "inference"
@@ -79,7 +79,7 @@ def test_a_process_waits_for_the_engine_as_long_as_one_call_is_in_flight(file: P
 
 
 def test_of_several_servers_a_process_waits_for_the_one_that_it_has_called_for_the_longest_time(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     with beats.calling("inference"), beats.calling("inference_1"), beats.calling("inference"):
         assert last(file).waits_for == "inference"
     with beats.calling("inference_1"):
@@ -104,7 +104,7 @@ def test_a_server_has_the_name_that_the_launcher_gave_it() -> None:
 
 
 def test_a_start_is_over_once(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     beats.started()
     beats.started()
     assert (last(file).is_started, last(file).count) == (True, 1)
@@ -112,7 +112,7 @@ def test_a_start_is_over_once(file: Path) -> None:
 
 @pytest.mark.parametrize("words", ["é" * 5000, "line\nbreak", '"quoted" \\ \x00', ""])
 def test_any_words_can_be_read_back(file: Path, words: str) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     beats.say("x" * 300)
     beats.say(words)
     assert last(file).doing == words[:300]
@@ -121,12 +121,12 @@ def test_any_words_can_be_read_back(file: Path, words: str) -> None:
 def test_a_damaged_file_is_no_beat(file: Path) -> None:
     for damaged in (b"", b"[1, 2", b"\xff\xfe", b"{}", b"[]", b"7\n"):
         file.write_bytes(damaged)
-        assert list(read_beats(file)) == []
+        assert list(read_heartbeats(file)) == []
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null/no/such/directory"])
 def test_a_full_disk_does_not_end_the_process(place: str) -> None:
-    beats, heard = Beats(Path(place)), []
+    beats, heard = HeartbeatWriter(Path(place)), []
     beats.follow(lambda doing, _: heard.append(doing))
     beats.say("saving")
     beats.say("training")
@@ -134,7 +134,7 @@ def test_a_full_disk_does_not_end_the_process(place: str) -> None:
 
 
 def test_any_thread_may_report(file: Path) -> None:
-    beats = Beats(file)
+    beats = HeartbeatWriter(file)
     threads = [threading.Thread(target=lambda each=each: beats.say(f"thread {each}")) for each in range(20)]
     for thread in threads:
         thread.start()
@@ -146,20 +146,20 @@ def test_any_thread_may_report(file: Path) -> None:
 def test_a_helper_has_beats_of_its_own_which_the_launcher_reads_with_those_of_the_process(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(BEAT_VARIABLE, str(file))
-    Beats(file).say("collecting")
-    env = helper_beats_env("train-owner/name")
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(file))
+    HeartbeatWriter(file).say("collecting")
+    env = helper_heartbeat_env("train-owner/name")
     code = "from prime_rl.run.beats import own_beats; own_beats().say('running rollouts')"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
-    assert [beat.doing for beat in read_beats(file)] == ["collecting", "running rollouts"]
-    clear_beats(file)
+    assert [beat.doing for beat in read_heartbeats(file)] == ["collecting", "running rollouts"]
+    clear_heartbeats(file)
     assert list(file.parent.iterdir()) == []
 
 
 def test_without_a_launcher_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(BEAT_VARIABLE, raising=False)
+    monkeypatch.delenv(HEARTBEAT_VARIABLE, raising=False)
     own_beats.cache_clear()
     own_beats().say("training")
     with own_beats().calling("inference"):
         own_beats().tick()
-    assert helper_beats_env("x") == {}
+    assert helper_heartbeat_env("x") == {}

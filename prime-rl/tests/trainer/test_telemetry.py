@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
-from prime_rl.launch.site import reserved_ports
+from prime_rl.launch.placement import reserved_ports
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.monitors.prometheus import MetricsServer
 from prime_rl.run.paths import RunPaths

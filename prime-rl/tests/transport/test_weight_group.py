@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.launch.site import reserved_ports
+from prime_rl.launch.placement import reserved_ports
 from prime_rl.transport.errors import TransportError
 from prime_rl.transport.weights import NCCL_LATER_S, WeightGroup, bundles_of
 

@@ -49,7 +49,7 @@ class RunFolder:
         self.metrics("trainer", step, **{"loss/mean": 0.1 - step / 100, "perf/throughput": 5000 + step})
 
     def beat(self, process: str, doing: str, waits_for: str | None = None, at_s: float = START_S) -> None:
-        file = self.paths.beats(process)
+        file = self.paths.heartbeat(process)
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps([3, at_s, doing, waits_for, True, [1]]) + "\n")
 

@@ -188,7 +188,7 @@ def test_an_environment_with_fewer_rows_than_asked_for_is_not_shown_as_half_done
 
 @pytest.mark.parametrize("damage", ["", "{", "\0" * 100, "[1, 2]"])
 def test_damaged_files_leave_the_rest_readable(run: RunFolder, damage: str) -> None:
-    for file in (run.paths.beats("inference"), run.paths.config("rl"), run.paths.log("trainer")):
+    for file in (run.paths.heartbeat("inference"), run.paths.config("rl"), run.paths.log("trainer")):
         file.write_text(damage)
     with run.paths.metrics.open("a") as metrics:
         metrics.write(f"{damage}\n")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.launch.commands import EVAL
+from prime_rl.launch.placement import Sharing
 from prime_rl.launch.run import launch
-from prime_rl.launch.site import Sharing
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import end_quietly_on_ctrl_c
 from prime_rl.watch.screens import eval_screen

@@ -11,9 +11,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.entrypoints.submission import start
 from prime_rl.launch.commands import SFT
 from prime_rl.launch.nodes.placing import slurm_cluster
+from prime_rl.launch.placement import Sharing
 from prime_rl.launch.restarting import until_done
 from prime_rl.launch.run import launch
-from prime_rl.launch.site import Sharing
 from prime_rl.utils.signals import end_quietly_on_ctrl_c
 from prime_rl.watch.screens import sft_screen
 

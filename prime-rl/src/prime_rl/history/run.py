@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from prime_rl.history.attempts import Attempt, read_attempts
 from prime_rl.history.metrics import MetricLog
-from prime_rl.run.beats import Beat, read_beats
+from prime_rl.run.beats import Heartbeat, read_heartbeats
 from prime_rl.run.lock import LOCK_NAME, STALE_S, Holder
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.utils.errors import UserError
@@ -101,10 +101,10 @@ class RunHistory:
         """The source of the loss: `trainer`, or `sft`."""
         return "sft" if self.kind == "sft" and "trainer" not in self.metrics.sources else "trainer"
 
-    def beats(self) -> dict[str, Beat]:
+    def heartbeats(self) -> dict[str, Heartbeat]:
         """What each process of the newest attempt did last, by name."""
         files = sorted((self.paths.root / "control").glob("*.beat"))
-        newest = {file.stem: next(read_beats(file), None) for file in files}
+        newest = {file.stem: next(read_heartbeats(file), None) for file in files}
         return {name: beat for name, beat in newest.items() if beat is not None}
 
     def state(self, now_s: float | None = None) -> RunState:
@@ -131,7 +131,7 @@ class RunHistory:
 
     def _last_seen_s(self, attempt: Attempt) -> float:
         """When an attempt without a lock last wrote something."""
-        beats = [beat.at_s for beat in self.beats().values()]
+        beats = [beat.at_s for beat in self.heartbeats().values()]
         return max([attempt.started_s, *beats, *self.metrics.newest_times_s("loss/mean", self.trainer, 1).values()])
 
 

@@ -11,9 +11,9 @@ from prime_rl.checks.environments import trial_faults
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.supervised.evaluation import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
-from prime_rl.launch.plan import eval_demand, plan_eval, plan_rl, plan_sft, port_fault, rl_demand, sft_demand
+from prime_rl.launch.placement import Sharing
+from prime_rl.launch.plan import eval_request, plan_eval, plan_rl, plan_sft, port_fault, rl_request, sft_request
 from prime_rl.launch.run import Command
-from prime_rl.launch.site import Sharing
 from prime_rl.run.checkpoints import SavedSteps, changes_since, compared_configs, end_of
 from prime_rl.run.directory import REPLACED, check_run_dir, prepare_run_dir
 from prime_rl.run.evaluations import candidates_of, check_settings, prepare_evaluations, save_settings, settings_of
@@ -150,7 +150,7 @@ def _eval_facts(config: OfflineEvalConfig, paths: RunPaths, resume_step: int | N
 
 SFT: Command[SFTConfig] = Command(
     "sft",
-    sft_demand,
+    sft_request,
     plan_sft,
     _sft_faults,
     _check_run,
@@ -162,7 +162,7 @@ SFT: Command[SFTConfig] = Command(
 )
 RL: Command[RLConfig] = Command(
     "rl",
-    rl_demand,
+    rl_request,
     plan_rl,
     _rl_faults,
     _check_run,
@@ -173,5 +173,5 @@ RL: Command[RLConfig] = Command(
     resume_step_of,
 )
 EVAL: Command[OfflineEvalConfig] = Command(
-    "eval", eval_demand, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation, facts=_eval_facts
+    "eval", eval_request, plan_eval, _eval_faults, _check_evaluation, _prepare_evaluation, facts=_eval_facts
 )

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import Event, Exited, ProcessSpec, Signalled
 from prime_rl.launch.stalling import Observed, new_stacks
-from prime_rl.run.beats import BEAT_VARIABLE, clear_beats, read_beats
+from prime_rl.run.beats import HEARTBEAT_VARIABLE, clear_heartbeats, read_heartbeats
 from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 from prime_rl.run.lifeline import start_guard
 from prime_rl.utils.errors import CannotStart
@@ -173,9 +173,9 @@ class LocalHost:
         if spec.completion is not None:
             clear_completion(spec.completion)
             env[COMPLETION_VARIABLE] = str(spec.completion)
-        if spec.beats is not None:
-            clear_beats(spec.beats)
-            env[BEAT_VARIABLE] = str(spec.beats)
+        if spec.heartbeat is not None:
+            clear_heartbeats(spec.heartbeat)
+            env[HEARTBEAT_VARIABLE] = str(spec.heartbeat)
         with logs.opened_for_attempt(spec) as (log, offset):
             self._logs[spec.name] = (spec.log, offset)
             try:
@@ -229,9 +229,9 @@ class LocalHost:
         return logs.tail(log, TAIL_LINES, offset)
 
     def observe(self, spec: ProcessSpec) -> Observed:
-        beats = () if spec.beats is None else tuple(read_beats(spec.beats))
-        pids = {self._children[spec.name].pid}.union(*(beat.pids for beat in beats))
-        return Observed(beats, tuple(sorted(filter(reaper.is_stopped, pids))))
+        heartbeats = () if spec.heartbeat is None else tuple(read_heartbeats(spec.heartbeat))
+        pids = {self._children[spec.name].pid}.union(*(each.pids for each in heartbeats))
+        return Observed(heartbeats, tuple(sorted(filter(reaper.is_stopped, pids))))
 
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
         followers = {name: logs.Follower.at_end(self._logs[name][0]) for name in names}

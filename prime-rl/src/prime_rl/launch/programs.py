@@ -64,7 +64,7 @@ def inference_process(
     """An inference server: `inference`, or with a replica's number behind it. It serves until the run is complete."""
     name = replica_name(replica)
     argv = (program, "@", str(paths.config("inference")), *flags)
-    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
+    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, heartbeat=paths.heartbeat(name))
 
 
 def frozen_process(
@@ -72,7 +72,7 @@ def frozen_process(
 ) -> ProcessSpec:
     """The server of a judge or of the teacher. It serves until the run is complete."""
     argv = (program, "@", str(paths.config(name)), *flags)
-    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, beats=paths.beats(name))
+    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, heartbeat=paths.heartbeat(name))
 
 
 def orchestrator_process(paths: RunPaths, program: str, env: Mapping[str, str], *flags: str) -> ProcessSpec:
@@ -156,7 +156,7 @@ def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[
         env,
         completes_run=True,
         completion=paths.completion(name),
-        beats=paths.beats(name),
+        heartbeat=paths.heartbeat(name),
     )
 
 

@@ -21,9 +21,9 @@ from prime_rl.launch.host import Host, LocalHost
 from prime_rl.launch.job import Job
 from prime_rl.launch.logs import LaunchLog, polled
 from prime_rl.launch.nodes.cluster import ClusterHost
-from prime_rl.launch.nodes.placing import Cluster, cluster_site, placement
+from prime_rl.launch.nodes.placing import Cluster, cluster_placement, placement_lines
+from prime_rl.launch.placement import Placement, ResourceRequest, Sharing, claimed_placement
 from prime_rl.launch.programs import Programs
-from prime_rl.launch.site import Demand, Sharing, Site, claimed_site
 from prime_rl.launch.spec import Outcome, Signalled
 from prime_rl.launch.stalling import Watchdog
 from prime_rl.launch.supervisor import Supervisor
@@ -82,8 +82,8 @@ class Command(Generic[ConfigT]):
     """What differs between `sft`, `rl` and `eval`."""
 
     name: str
-    demand: Callable[[ConfigT], Demand]
-    plan: Callable[[ConfigT, RunPaths, Site, int | None], Job]
+    demand: Callable[[ConfigT], ResourceRequest]
+    plan: Callable[[ConfigT, RunPaths, Placement, int | None], Job]
     check: Callable[[ConfigT, Sharing], list[str]]
     """Faults of the config on this machine, one line each."""
     check_directory: Callable[[ConfigT, RunPaths], int | None]
@@ -173,7 +173,7 @@ def _launch(
         resume_step = command.check_directory(config, paths)
         job = command.plan(config, paths, site, resume_step)
         # Both look at checkpoints that the next step moves.
-        notes = [*placement(job, site), *command.notes(config, paths, resume_step)]
+        notes = [*placement_lines(job, site), *command.notes(config, paths, resume_step)]
         facts = None if command.facts is None else command.facts(config, paths, resume_step)
         if not config.dry_run:
             command.prepare_directory(config, paths, resume_step)
@@ -243,18 +243,22 @@ def _with_local_inputs(command: Command[ConfigT], config: ConfigT, sharing: Shar
 
 @contextlib.contextmanager
 def _placed(
-    local: LocalHost, demand: Demand, sharing: Sharing, paths: RunPaths, where: tuple[Path | None, Cluster | None]
-) -> Iterator[tuple[Host, Site]]:
+    local: LocalHost,
+    demand: ResourceRequest,
+    sharing: Sharing,
+    paths: RunPaths,
+    where: tuple[Path | None, Cluster | None],
+) -> Iterator[tuple[Host, Placement]]:
     """Where the processes run: on this machine, or on the nodes of a cluster if the demand is for several."""
     bin_dir, cluster = where
     if cluster is None or demand.nodes == 1:
-        with claimed_site(demand, sharing, os.environ, local.directory, bin_dir) as site:
+        with claimed_placement(demand, sharing, os.environ, local.directory, bin_dir) as site:
             yield local, site
         return
     programs, store = Programs.find(bin_dir), paths.control / "store"
     with (
         ClusterHost(local, cluster.channels(), say=lambda line: _write(sys.stderr.write, f"{line}\n")) as host,
-        cluster_site(host, cluster, demand, os.environ, store, programs) as site,
+        cluster_placement(host, cluster, demand, os.environ, store, programs) as site,
     ):
         yield host, site
 

@@ -35,7 +35,7 @@ class ProcessSpec:
     """The run succeeds when every such child has exited with 0. Every other child must live until then."""
     completion: Path | None = None
     """File that the child makes when its work is done. Without it, exit code 0 is a failure. None trusts the code."""
-    beats: Path | None = None
+    heartbeat: Path | None = None
     """File in which the child reports its progress. None: it reports none."""
     attempt: int | None = None
     """Number of the attempt, for the log. None outside of runs that can resume."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.launch.logs import Follower
-from prime_rl.run.beats import ANYONE, Beat, is_replica, replica_name
+from prime_rl.run.beats import ANYONE, Heartbeat, is_replica, replica_name
 
 LOOK_EVERY_S = 2.0
 QUIET_S = 60.0
@@ -36,7 +36,7 @@ class StallLimits:
 class Observed:
     """What a look at a process found."""
 
-    beats: Sequence[Beat] = ()
+    heartbeats: Sequence[Heartbeat] = ()
     """Its newest beat, followed by those of its helpers. Empty if it has not begun."""
     stopped: tuple[int, ...] = ()
     """Ids of its processes that a signal has stopped (state T)."""
@@ -60,22 +60,22 @@ class _Process:
     since: float
     """Time of the last progress, in seconds since the epoch."""
     counts: tuple[int, ...] = ()
-    beats: Sequence[Beat] = ()
+    heartbeats: Sequence[Heartbeat] = ()
     stopped: tuple[int, ...] = ()
     stopped_since_s: float = 0.0
     stopped_since: float = 0.0
 
     @property
     def waits_for(self) -> str | None:
-        return next((beat.waits_for for beat in self.beats if beat.waits_for is not None), None)
+        return next((beat.waits_for for beat in self.heartbeats if beat.waits_for is not None), None)
 
     @property
     def is_started(self) -> bool:
-        return bool(self.beats) and self.beats[0].is_started
+        return bool(self.heartbeats) and self.heartbeats[0].is_started
 
     @property
     def words(self) -> str:
-        doing = self.beats[0].doing if self.beats else "starting"
+        doing = self.heartbeats[0].doing if self.heartbeats else "starting"
         return doing + (" (stopped by a signal)" if self.stopped else "")
 
 
@@ -113,10 +113,10 @@ class Watchdog:
 
     def _update(self, name: str, seen: Observed) -> _Process:
         process = self._processes.get(name) or _Process(self._clock_s, time.time())
-        counts = tuple(beat.count for beat in seen.beats)
+        counts = tuple(beat.count for beat in seen.heartbeats)
         if counts != process.counts:
-            process.counts, process.beats = counts, seen.beats
-            process.since_s, process.since = self._clock_s, max(beat.at_s for beat in seen.beats)
+            process.counts, process.heartbeats = counts, seen.heartbeats
+            process.since_s, process.since = self._clock_s, max(beat.at_s for beat in seen.heartbeats)
         if not process.stopped:
             process.stopped_since_s, process.stopped_since = self._clock_s, time.time()
         process.stopped = seen.stopped

@@ -166,8 +166,8 @@ class Supervisor:
         if not unfinished or not self._optional.issuperset(unfinished):
             return
         for name in sorted(unfinished):
-            beats = self._host.observe(self._specs[name]).beats
-            doing = f": {beats[0].doing}" if beats and beats[0].waits_for != ANYONE else ""
+            heartbeats = self._host.observe(self._specs[name]).heartbeats
+            doing = f": {heartbeats[0].doing}" if heartbeats and heartbeats[0].waits_for != ANYONE else ""
             self._say(f"waiting for {name}{doing}; its log is {self._specs[name].log}")
 
     def _announce(self, name: str, words: str) -> None:

@@ -166,7 +166,7 @@ def phase_category(words: str, waits_for: str | None) -> Category:
 
 @functools.cache
 def own_trace() -> Trace:
-    """The trace of this process, which follows its beats. It is off unless the launcher has turned it on."""
+    """The trace of this process, which follows its heartbeat. It is off unless the launcher has turned it on."""
     file = os.environ.get(TRACE_VARIABLE)
     if not file:
         return Trace(None)

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from prime_rl.run.paths import TRACE_VARIABLE
 
-BEAT_VARIABLE = "BEAT_FILE"
-"""Environment variable of a process: the file of its beats."""
+HEARTBEAT_VARIABLE = "BEAT_FILE"
+"""Environment variable of a process: the file of its heartbeat."""
 
 ANYONE = "*"
-"""`Beat.waits_for` of a server without a request: it is idle, and no other process is to blame for that."""
+"""`Heartbeat.waits_for` of a server without a request: it is idle, and no other process is to blame for that."""
 
 SERVERS_VARIABLE = "INFERENCE_SERVERS"
 """Environment variable of a process that uses several inference servers: their names by URL, as JSON."""
@@ -35,7 +35,7 @@ TICK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """What a process was doing when it last made progress."""
 
     count: int
@@ -51,8 +51,8 @@ class Beat:
     """The process, and others that work for it. If a signal stops one of them, the work stops."""
 
 
-class Beats:
-    """Writes the beats of this process. Without a file it does nothing. Any thread may use it."""
+class HeartbeatWriter:
+    """Writes the heartbeat of this process. Without a file it does nothing. Any thread may use it."""
 
     def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,10 +141,10 @@ def _opened(file: Path) -> int | None:
 
 
 @functools.cache
-def own_beats() -> Beats:
-    """The beats of this process. They go nowhere in a process that no launcher has started."""
-    file = os.environ.get(BEAT_VARIABLE)
-    return Beats(None if file is None else Path(file))
+def own_beats() -> HeartbeatWriter:
+    """The heartbeat of this process. It goes nowhere in a process that no launcher has started."""
+    file = os.environ.get(HEARTBEAT_VARIABLE)
+    return HeartbeatWriter(None if file is None else Path(file))
 
 
 def replica_name(replica: int) -> str:
@@ -167,15 +167,15 @@ def _server_names() -> dict[str, str]:
     return dict(json.loads(os.environ.get(SERVERS_VARIABLE, "{}")))
 
 
-def helper_beats_env(name: str) -> dict[str, str]:
-    """Variables for a process that helps this one: its beats are progress of this process."""
-    file = os.environ.get(BEAT_VARIABLE)
+def helper_heartbeat_env(name: str) -> dict[str, str]:
+    """Variables for a process that helps this one: its heartbeat is progress of this process."""
+    file = os.environ.get(HEARTBEAT_VARIABLE)
     # A trace belongs to one process.
-    return {} if file is None else {BEAT_VARIABLE: f"{file}+{name.replace('/', '--')}", TRACE_VARIABLE: ""}
+    return {} if file is None else {HEARTBEAT_VARIABLE: f"{file}+{name.replace('/', '--')}", TRACE_VARIABLE: ""}
 
 
-def read_beats(file: Path) -> Iterator[Beat]:
-    """The newest beat of a process, followed by those of its helpers. A process that has not begun has none."""
+def read_heartbeats(file: Path) -> Iterator[Heartbeat]:
+    """The newest heartbeat of a process, followed by those of its helpers. A process that has not begun has none."""
     helpers: list[Path] = []
     # A network file system may have a stale handle of the directory for a while.
     with contextlib.suppress(OSError):
@@ -183,11 +183,11 @@ def read_beats(file: Path) -> Iterator[Beat]:
     for each in (file, *helpers):
         # Missing, or being written.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            yield Beat(*json.loads(each.read_bytes().partition(b"\n")[0]))
+            yield Heartbeat(*json.loads(each.read_bytes().partition(b"\n")[0]))
 
 
-def clear_beats(file: Path) -> None:
-    """Remove the beats of an earlier launch, and make their directory."""
+def clear_heartbeats(file: Path) -> None:
+    """Remove the heartbeats of an earlier launch, and make their directory."""
     file.parent.mkdir(parents=True, exist_ok=True)
     for each in (file, *file.parent.glob(f"{file.name}+*")):
         each.unlink(missing_ok=True)

@@ -64,7 +64,7 @@ class RunPaths:
     def trace(self, process: str) -> Path:
         return self.traces / f"{process}.jsonl"
 
-    def beats(self, process: str) -> Path:
+    def heartbeat(self, process: str) -> Path:
         """What the process is doing, overwritten with each progress."""
         return self.root / "control" / f"{process}.beat"
 

@@ -38,8 +38,8 @@ from prime_rl.launch.caches import (
 from prime_rl.launch.devices import gpu_names, indices_by_uuid, processes_on, usable_cores
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.nodes import messages
+from prime_rl.launch.placement import reserved_ports
 from prime_rl.launch.reaper import GUARD_GRACE_S
-from prime_rl.launch.site import reserved_ports
 from prime_rl.launch.spec import Exited, ProcessSpec, Signalled
 from prime_rl.utils.errors import CannotStart, PrimeError
 from prime_rl.utils.gpus import masked_gpus, usable_gpus

@@ -1,4 +1,4 @@
-"""Places a job on the nodes of a cluster: facts that their agents report become the sites that a plan needs."""
+"""Places a job on the nodes of a cluster: facts that their agents report become the placements that a plan needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from prime_rl.launch.devices import GpuAssignment
 from prime_rl.launch.job import Job
 from prime_rl.launch.nodes.agent import NodeFacts
 from prime_rl.launch.nodes.cluster import Channel, ClusterHost, PipeChannel, agent_argv
+from prime_rl.launch.placement import Device, Placement, Ports, ResourceRequest
 from prime_rl.launch.programs import GLOO_VARIABLE, Programs
-from prime_rl.launch.site import Demand, Device, Ports, Site
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.errors import CannotStart, DeviceError
 
@@ -45,10 +45,15 @@ class Cluster(Protocol):
 
 
 @contextmanager
-def cluster_site(
-    host: ClusterHost, cluster: Cluster, demand: Demand, env: Mapping[str, str], store: Path, programs: Programs
-) -> Iterator[Site]:
-    """The site of a launch on several nodes, with one for each in `nodes`.
+def cluster_placement(
+    host: ClusterHost,
+    cluster: Cluster,
+    request: ResourceRequest,
+    env: Mapping[str, str],
+    store: Path,
+    programs: Programs,
+) -> Iterator[Placement]:
+    """The placement of a launch on several nodes, with one for each in `nodes`.
 
     `store` is a file in the run's directory through which the trainer's ranks meet, if the nodes can lock it.
 
@@ -56,18 +61,18 @@ def cluster_site(
         DeviceError: a node lacks GPUs, or no address that the others reach.
     """
     facts = host.facts
-    device = _common_device(demand, facts)
-    named = _named_interfaces(demand, env, facts)
+    device = _common_device(request, facts)
+    named = _named_interfaces(request, env, facts)
     places = [_address(each, cluster.address(name), named) for each, name in zip(facts, cluster.names, strict=True)]
     _check_reachable(facts, places)
-    sites = []
+    placements = []
     engine_key = named_key(ENGINE_KEY_VARIABLE, env) or new_engine_key()
     transport_key = env.get(TRANSPORT_KEY_VARIABLE) or new_engine_key()
-    with _meeting_place(host, store, places[demand.infer_nodes][1], facts[demand.infer_nodes]) as meeting_place:
+    with _meeting_place(host, store, places[request.infer_nodes][1], facts[request.infer_nodes]) as meeting_place:
         for index, (node, (interface, address)) in enumerate(zip(facts, places, strict=True)):
-            gpus = _assigned(demand, index, device, node)
-            sites.append(
-                Site(
+            gpus = _assigned(request, index, device, node)
+            placements.append(
+                Placement(
                     programs=programs,
                     device=device,
                     gpus=gpus,
@@ -85,28 +90,28 @@ def cluster_site(
                     name=node.name,
                     address=address,
                     interface=interface,
-                    is_interface_configured=demand.interface is not None,
+                    is_interface_configured=request.interface is not None,
                     transport_key=transport_key,
                 )
             )
-        yield replace(sites[0], nodes=tuple(sites))
+        yield replace(placements[0], nodes=tuple(placements))
 
 
-def _common_device(demand: Demand, facts: Sequence[NodeFacts]) -> Device:
+def _common_device(request: ResourceRequest, facts: Sequence[NodeFacts]) -> Device:
     """The device of all nodes. Raises DeviceError: some have GPUs and some have none."""
     without = [node.name for node in facts if not node.gpus]
-    if demand.device == "cpu" or (demand.device == "auto" and len(without) == len(facts)):
+    if request.device == "cpu" or (request.device == "auto" and len(without) == len(facts)):
         return "cpu"
     if without:
-        raise DeviceError(f'device = "{demand.device}", but no GPU can be used on {", ".join(without)}')
+        raise DeviceError(f'device = "{request.device}", but no GPU can be used on {", ".join(without)}')
     return "cuda"
 
 
-def _assigned(demand: Demand, index: int, device: Device, node: NodeFacts) -> GpuAssignment:
-    gpus = _gpus(demand.gpus_of_nodes[index], device, node)
-    if demand.infer_nodes:
+def _assigned(request: ResourceRequest, index: int, device: Device, node: NodeFacts) -> GpuAssignment:
+    gpus = _gpus(request.gpus_of_nodes[index], device, node)
+    if request.infer_nodes:
         return GpuAssignment(gpus, gpus)
-    return GpuAssignment(gpus[: demand.infer], gpus[demand.infer :])
+    return GpuAssignment(gpus[: request.infer], gpus[request.infer :])
 
 
 def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
@@ -122,14 +127,14 @@ def _gpus(count: int, device: Device, node: NodeFacts) -> tuple[str, ...]:
     return node.gpus[:count]
 
 
-def _named_interfaces(demand: Demand, env: Mapping[str, str], facts: Sequence[NodeFacts]) -> tuple[str, ...]:
+def _named_interfaces(request: ResourceRequest, env: Mapping[str, str], facts: Sequence[NodeFacts]) -> tuple[str, ...]:
     """The network interfaces that the user names: of these each node uses the first that it has.
 
     Raises:
         DeviceError: a node has none of them.
     """
-    key = f"{GLOO_VARIABLE}=" if demand.interface is None else "deployment.network_interface = "
-    named = env.get(GLOO_VARIABLE, "") if demand.interface is None else demand.interface
+    key = f"{GLOO_VARIABLE}=" if request.interface is None else "deployment.network_interface = "
+    named = env.get(GLOO_VARIABLE, "") if request.interface is None else request.interface
     names = tuple(filter(None, named.split(",")))
     without = [node for node in facts if names and not set(names) & set(node.interfaces)]
     if without:
@@ -207,16 +212,16 @@ def _is_locked(descriptor: int) -> bool:
     return True
 
 
-def placement(job: Job, site: Site) -> Iterator[str]:
+def placement_lines(job: Job, placement: Placement) -> Iterator[str]:
     """One line for each node: what runs there, and on which GPUs."""
-    for node in site.nodes:
+    for node in placement.nodes:
         here = [process for process in job.processes if process.node == node.node]
         ranks = [process.rank for process in here if process.name.startswith("trainer")]
         parts = [process.name for process in here if not process.name.startswith("trainer")]
         if ranks:
             parts.append(f"trainer rank {ranks[0]}" if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}")
         gpus = tuple(dict.fromkeys(gpu for process in here for gpu in process.gpus))
-        where = f"GPU {','.join(gpus)}" if site.device == "cuda" else f"CPU, {node.cores} cores"
+        where = f"GPU {','.join(gpus)}" if placement.device == "cuda" else f"CPU, {node.cores} cores"
         yield f"{node.name} ({node.address}): {', '.join(parts)}; {where}"
 
 

@@ -20,7 +20,7 @@ from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE
 from prime_rl.orchestrator.env_servers.environments import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.run.beats import helper_beats_env
+from prime_rl.run.beats import helper_heartbeat_env
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import dump_toml
@@ -85,7 +85,7 @@ class EnvServers:
                 dump_toml(server, file)
                 argv = (sys.executable, "-m", "prime_rl.orchestrator.env_server", "@", str(file))
                 log_file = self.paths.env_log(purpose, environment.name)
-                env = helper_beats_env(f"{purpose}-{environment.name}")
+                env = helper_heartbeat_env(f"{purpose}-{environment.name}")
                 spec = ProcessSpec(environment.name, argv, log_file, env)
                 self._servers.append(EnvServer(spec, environment, *await _start(spec)))
 

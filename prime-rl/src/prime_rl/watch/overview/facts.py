@@ -449,7 +449,7 @@ class Reader:
 
 
 def _doing(history: RunHistory) -> Iterator[Doing]:
-    for name, beat in history.beats().items():
+    for name, beat in history.heartbeats().items():
         waits_for = None if beat.waits_for is None else printable(str(beat.waits_for))
         idle = waits_for == ANYONE
         yield Doing(printable(name), printable(str(beat.doing)), float(beat.at_s), None if idle else waits_for, idle)

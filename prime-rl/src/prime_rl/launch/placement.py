@@ -54,7 +54,7 @@ Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ResourceRequest:
     """GPUs or CPU processes that a run needs."""
 
     device: Literal["auto", "cuda", "cpu"]
@@ -108,7 +108,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Placement:
     """Everything that a plan depends on, apart from the config."""
 
     programs: Programs
@@ -145,19 +145,19 @@ class Site:
     """Whether the config names the interface, so that NCCL must use it, too."""
     transport_key: str | None = field(default=None, repr=False)
     """Key of ZeroMQ sockets between nodes."""
-    nodes: tuple[Site, ...] = ()
-    """The sites of several nodes, in order. Empty on one node."""
+    nodes: tuple[Placement, ...] = ()
+    """The placements of several nodes, in order. Empty on one node."""
 
     @property
-    def each(self) -> tuple[Site, ...]:
-        """One site for each node."""
+    def each(self) -> tuple[Placement, ...]:
+        """One placement for each node."""
         return self.nodes or (self,)
 
 
 @contextmanager
-def claimed_site(
-    demand: Demand, sharing: Sharing, env: Mapping[str, str], scratch: Path, bin_dir: Path | None = None
-) -> Iterator[Site]:
+def claimed_placement(
+    request: ResourceRequest, sharing: Sharing, env: Mapping[str, str], scratch: Path, bin_dir: Path | None = None
+) -> Iterator[Placement]:
     """Choose GPUs, and hold ports and caches during the block. `scratch` is the launch's own directory.
 
     Raises:
@@ -165,15 +165,15 @@ def claimed_site(
         CannotStart: a program of the engine is not installed.
         NotPrivate: another user owns the cache.
     """
-    device, gpus = place(demand, sharing, env)
+    device, gpus = place(request, sharing, env)
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
-        free = held.enter_context(reserved_ports(len(demand.frozen) + (2 if sharing.free_ports else 0)))
-        ports = Ports(frozen=free[: len(demand.frozen)])
+        free = held.enter_context(reserved_ports(len(request.frozen) + (2 if sharing.free_ports else 0)))
+        ports = Ports(frozen=free[: len(request.frozen)])
         if sharing.free_ports:
             ports = replace(ports, inference=free[-2], broadcast=free[-1])
-        yield Site(
+        yield Placement(
             programs=programs,
             device=device,
             gpus=gpus,
@@ -191,7 +191,7 @@ def claimed_site(
 
 
 def place(
-    demand: Demand, sharing: Sharing, env: Mapping[str, str], dev: Path = Path("/dev")
+    request: ResourceRequest, sharing: Sharing, env: Mapping[str, str], dev: Path = Path("/dev")
 ) -> tuple[Device, GpuAssignment]:
     """Choose the device, and the GPUs of inference and trainer.
 
@@ -201,9 +201,9 @@ def place(
         DeviceError: the machine lacks the GPUs, or other programs compute on them.
     """
     usable = usable_gpus(env, dev)
-    device = choose_device(demand.device, usable)
+    device = choose_device(request.device, usable)
     try:
-        gpus = _assigned(demand, sharing, usable if device == "cuda" else masked_gpus(env) or ())
+        gpus = _assigned(request, sharing, usable if device == "cuda" else masked_gpus(env) or ())
     except DeviceError:
         if device == "cuda":
             raise
@@ -213,27 +213,27 @@ def place(
     return device, gpus
 
 
-def _assigned(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> GpuAssignment:
-    named = (demand.infer_ids, demand.train_ids)
+def _assigned(request: ResourceRequest, sharing: Sharing, ids: tuple[str, ...]) -> GpuAssignment:
+    named = (request.infer_ids, request.train_ids)
     if named == (None, None) and sharing.exact_gpus:
-        _check_exact(demand, sharing, ids)
+        _check_exact(request, sharing, ids)
     if named == (None, None) and sharing.single_gpu:
         if not ids:
             raise DeviceError("single-GPU mode needs 1 GPU, but none can be used here")
-        both = assign_gpus(ids, 1, 0, frozen=demand.frozen)
+        both = assign_gpus(ids, 1, 0, frozen=request.frozen)
         return replace(both, trainer=both.inference)
-    return assign_gpus(ids, demand.infer, demand.train, *named, frozen=demand.frozen)
+    return assign_gpus(ids, request.infer, request.train, *named, frozen=request.frozen)
 
 
-def _check_exact(demand: Demand, sharing: Sharing, ids: tuple[str, ...]) -> None:
-    frozen = sum(demand.frozen)
-    needed = (1 if sharing.single_gpu else demand.infer + demand.train) + frozen
+def _check_exact(request: ResourceRequest, sharing: Sharing, ids: tuple[str, ...]) -> None:
+    frozen = sum(request.frozen)
+    needed = (1 if sharing.single_gpu else request.infer + request.train) + frozen
     if len(ids) == needed:
         return
     of_frozen = f" + {frozen} of judges and teacher" if frozen else ""
     wanted = f"single-GPU mode needs 1{of_frozen}"
     if not sharing.single_gpu:
-        wanted = f"{demand.infer} inference + {demand.train} training{of_frozen} GPUs are {needed}"
+        wanted = f"{request.infer} inference + {request.train} training{of_frozen} GPUs are {needed}"
     raise DeviceError(
         f"{wanted}, but {len(ids)} can be used here ({','.join(ids) or 'none'}): "
         "set CUDA_VISIBLE_DEVICES to the ones to use"
