@@ -23,7 +23,7 @@ class ChatModel:
     """A model that answers."""
 
     title: str
-    """What the user sees above its answers."""
+    """Title above its answers."""
     name: str
     """The model to load: a folder, or a hub id."""
     weights: str | None = None
@@ -63,7 +63,7 @@ class ChatPlan:
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """What the words of a command line stand for."""
+    """Models that the words of a command line stand for."""
 
     tuned: ChatModel
     base: ChatModel | None = None
@@ -165,7 +165,7 @@ def _with_base(tuned: ChatModel, origin: str | None, asked: str | None) -> Found
 
 
 def _template_for(base: str, tuned: ChatModel) -> str | None:
-    """The tuned model's chat template, for a base that has none of its own."""
+    """The tuned model's chat template, for a base without one."""
     template = Path(tuned.name) / "chat_template.jinja"
     return str(template) if template.is_file() and Path(base).is_dir() and not _has_template(Path(base)) else None
 

@@ -142,8 +142,8 @@ _MARKS = (
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_tag|>",), "llama3_json"),
 )
-"""What a template writes around a call, and vLLM's parser for it. The first of which all parts occur decides: GLM and
-Qwen3-Coder write `<tool_call>` too, and DeepSeek V3.1 no longer fences the arguments."""
+"""Marks that a template writes around a call, and vLLM's parser for them. The first whose marks all occur decides: GLM
+and Qwen3-Coder write `<tool_call>` too, and DeepSeek V3.1 no longer fences the arguments."""
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 

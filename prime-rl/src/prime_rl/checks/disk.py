@@ -54,14 +54,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class DiskForecast:
-    """What a run will write at the most, and what is free where it writes."""
+    """Most bytes that a run will write, and the bytes that are free there."""
 
     parts: tuple[Written, ...]
     free_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """Of a part that grows without end, one directory counts."""
+        """A part that grows without end counts with one directory."""
         return sum((part.count or 1) * part.bytes_each for part in self.parts)
 
     @property
@@ -77,7 +77,7 @@ class DiskForecast:
 
 
 def disk_forecast(config: SFTConfig | TrainerConfig, output_dir: Path) -> Iterator[str]:
-    """What the run will write at the most, and what is free, in one line. Nothing if the model's size is unknown."""
+    """Most bytes that the run will write and the free ones, in one line. Empty if the model's size is unknown."""
     forecast = forecast_disk(config, output_dir, model_size(config.model.name))
     if forecast is not None:
         yield f"{'disk' if forecast.fits else 'warning'}: {forecast}"
@@ -171,7 +171,7 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
 
 
 def default_hub_cache() -> Path:
-    """Where this process's environment places the hub's cache."""
+    """Directory of the hub's cache in this process's environment."""
     home = Path(os.environ.get("HF_HOME") or home_directory() / ".cache" / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 

@@ -1,4 +1,4 @@
-"""Loads a run's environments in a process of its own, to find what no look at their files shows."""
+"""Loads a run's environments in a separate process, to find faults that their files do not show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAULT = "error: "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trial runs; by default as this process does."""
+    """Environment of a trial; by default that of this process."""
 
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)

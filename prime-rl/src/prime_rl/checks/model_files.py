@@ -92,7 +92,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def context_length(folder: Path) -> int | None:
-    """The longest context of a local model folder; None if it states none, or is no such folder."""
+    """The longest context of a local model folder; None if it states none, or is not such a folder."""
     try:
         longest = text_setting(read_config(folder), "max_position_embeddings")
     except StartFault:
@@ -101,7 +101,7 @@ def context_length(folder: Path) -> int | None:
 
 
 def rotary_choice(folder: Path, longest: int | None) -> str | None:
-    """Which of its rotary frequencies a model uses in a run with sequences of up to `longest` tokens, for comparison.
+    """Rotary frequencies that a model uses in a run with sequences of up to `longest` tokens, for comparison.
 
     None stands for the model's context length. The result is None if the frequencies do not depend on lengths, or if
     there is no such folder.

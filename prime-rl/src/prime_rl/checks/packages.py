@@ -105,7 +105,7 @@ SINK_PACKAGES = {
     "swanlab": ("swanlab",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-"""What each sink of `[monitor]` imports."""
+"""Package that each sink of `[monitor]` imports."""
 
 _FIND = """
 import sys
@@ -165,7 +165,7 @@ def _nearest_id(env_id: str) -> str:
 
 
 def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:
-    """What of an agent or a workflow is missing. Imports neither."""
+    """Missing modules of an agent or a workflow. Imports neither."""
     keys = env.agent_keys
     targets = {} if keys.target == EXTERNAL else {"workflow": keys.target}
     datasets = {"agent_dataset": keys.dataset, "agent_eval_dataset": keys.eval_dataset}
@@ -198,7 +198,7 @@ def _module_in(directory: Path, name: str) -> ModuleSpec | None:
 
 
 def _own_interpreter_fault(env: EnvConfig, start: StartDir, *modules: str) -> str | None:
-    """Why an environment cannot be loaded in an interpreter of its own, which is made if it is a project's."""
+    """Why an environment cannot be loaded in its own interpreter, which is made if it is a project's."""
     if env.project is None:
         assert env.python is not None
         return interpreter_fault(env.python, *modules)

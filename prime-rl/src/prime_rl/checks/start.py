@@ -83,7 +83,7 @@ def changed_key_faults(
 
 
 def _step_of(ckpt: CheckpointConfig | None, paths: RunPaths) -> int | None:
-    """The step to resume from. None without one; why there is none is told when the directory is checked."""
+    """The step to resume from. None without one: the check of the directory reports why."""
     if ckpt is None or ckpt.resume_step is None or ckpt.resume_step >= 0:
         return None if ckpt is None else ckpt.resume_step
     try:
@@ -282,7 +282,7 @@ _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
 
 
 def _run_faults(output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir) -> Iterator[str]:
-    """What either trainer needs of the run's directory and of the machine."""
+    """Faults of the run's directory and the machine that stop either trainer."""
     from prime_rl.checks.packages import monitor_faults
 
     yield from monitor_faults(trainer.monitor, start)

@@ -20,13 +20,13 @@ class NotInstalled(str):
 
 @dataclass(frozen=True, slots=True)
 class StartDir:
-    """Where the processes of a run will start; relative paths are relative to it."""
+    """Directory in which the processes of a run will start; relative paths are relative to it."""
 
     path: Path = Path()
     is_here: bool = True
     """The run starts on this machine, in this Python environment.
 
-    False for a batch job. Its machine shares file systems with this one, but may have disks of its own: a path is
+    False for a batch job. Its machine shares file systems with this one, but may have its own disks: a path is
     known to be missing only if its parent directory exists here.
     """
 

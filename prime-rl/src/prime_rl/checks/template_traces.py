@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Arguments = Mapping[str, Any]
-"""What a chat template renders: `messages`, and others such as `tools`."""
+"""Arguments of a chat template: `messages`, and others such as `tools`."""
 
 METADATA = frozenset(
     "id index name type tool_call_id strict return returns refusal annotations timestamp created created_at date model "
@@ -54,7 +54,7 @@ class Edit:
 
     key: Key
     path: tuple[str | int, ...]
-    """Where it is in the template's arguments."""
+    """Path in the template's arguments."""
     value: Any
     marks: tuple[str, ...] = ()
     """Must appear in the text. Without any, the text must change."""

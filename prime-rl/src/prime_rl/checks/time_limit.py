@@ -17,7 +17,7 @@ _JUMPS = 10_000
 
 
 class OutOfTime(BaseException):
-    """The block takes too long. No Exception, so that no handler in the block takes it for an error of its own."""
+    """The block takes too long. Not an Exception, so that no handler in the block takes it for its own error."""
 
 
 def time_limit(seconds: float) -> AbstractContextManager[None]:

@@ -36,17 +36,17 @@ class Attempt:
     command: str = ""
     slurm_job: str | None = None
     machine: Mapping[str, Any] | None = None
-    """What `machine_facts` returned. None in receipts of older versions."""
+    """Result of `machine_facts`. None in receipts of older versions."""
     gpus: Mapping[str, Sequence[str]] | None = None
     """Ids of the GPUs of each component, which may share some. Empty on a CPU; None if the receipt does not say."""
     parts: Mapping[str, Any] | None = None
-    """What each part has restored."""
+    """State that each part has restored."""
     lost: Sequence[str] = ()
-    """What it went on without, and why."""
+    """Processes without which it continued, and why."""
 
     @classmethod
     def of_receipt(cls, table: Any) -> Attempt:
-        """Raises KeyError, TypeError or ValueError if the table is no receipt."""
+        """Raises KeyError, TypeError or ValueError if the table is not a receipt."""
         if not isinstance(table, Mapping):
             raise TypeError("a receipt is a JSON object")
         outcome = table.get("outcome")
@@ -146,7 +146,7 @@ def _cpu_name() -> str:
 
 
 def _answer(*command: str) -> str:
-    """What a program prints; nothing if it is missing, fails, or takes too long."""
+    """Output of a program; empty if it is missing, fails, or takes too long."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What each name in `OUT/metrics.jsonl` means, and its unit. Generates the reference of metrics.
+"""Meaning and unit of each name in `OUT/metrics.jsonl`. Generates the reference of metrics.
 
 `python -m prime_rl.history.catalog > docs/metrics.md`
 """

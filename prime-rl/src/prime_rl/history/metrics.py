@@ -158,7 +158,7 @@ class MetricLog:
         return [*values[:1], *values[:0:-stride][::-1]]
 
     def of_step(self, step: int, names: Sequence[str], source: str) -> dict[str, float]:
-        """Those of the metrics that have a value of the step."""
+        """Values of the metrics that the step has."""
         columns = self._columns.get(source, {})
         found = {name: columns[name].at(step, columns[name].values) for name in names if name in columns}
         return {name: value for name, value in found.items() if value is not None}
@@ -236,7 +236,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How a metric changed from the first steps of a run to the last ones."""
+    """Change of a metric from the first steps of a run to the last ones."""
 
     first: Window
     last: Window

@@ -42,7 +42,7 @@ class Token:
     trainer_logprob: float | None = None
     """Under the trainer's policy when it trained on the token. None if it did not, or has not yet."""
     entropy: float | None = None
-    """Of the trainer's distribution, in nats."""
+    """Entropy of the trainer's distribution, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilter:
-    """Which rollouts to return. The default is all."""
+    """Selection of rollouts. The default is all."""
 
     env: str | None = None
     min_reward: float | None = None
@@ -363,7 +363,7 @@ class KeptRollouts:
 
     @property
     def faults(self) -> list[str]:
-        """What could not be read so far: one line for each damaged file."""
+        """Damaged files that were found so far, one line each."""
         return list(self._faults)
 
     def steps(self) -> list[int]:

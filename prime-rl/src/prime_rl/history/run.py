@@ -102,7 +102,7 @@ class RunHistory:
         return "sft" if self.kind == "sft" and "trainer" not in self.metrics.sources else "trainer"
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """What each process of the newest attempt did last, by name."""
+        """Last heartbeat of each process of the newest attempt, by name."""
         files = sorted((self.paths.root / "control").glob("*.beat"))
         newest = {file.stem: next(read_heartbeats(file), None) for file in files}
         return {name: beat for name, beat in newest.items() if beat is not None}

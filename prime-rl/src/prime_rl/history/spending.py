@@ -1,4 +1,4 @@
-"""Where the time of a run went: phases of its steps, GPU-hours of its attempts."""
+"""Time that a run spent: phases of its steps, GPU-hours of its attempts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def spending_of(history: RunHistory, now_s: float) -> list[Spending]:
 
 
 def split_hint(phases: list[Phases], is_on_cpu: bool = False) -> str | None:
-    """Who waits for whom in RL, as sentences. None if the run is too short to tell."""
+    """Sentences about which part of RL waits for the other. None if the run is too short."""
     by_source = {each.source: each for each in phases}
     trainer, orchestrator = by_source.get(TRAINER), by_source.get(ORCHESTRATOR)
     if trainer is None or orchestrator is None:

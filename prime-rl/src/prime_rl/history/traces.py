@@ -21,7 +21,7 @@ _ORDER = ("orchestrator", "evaluator", "inference", "trainer")
 
 @dataclass
 class Summary:
-    """What was merged."""
+    """Summary of the merge."""
 
     processes: int = 0
     events: int = 0

@@ -40,7 +40,7 @@ class InstalledEnvironment:
     verifiers: str
     """Version of verifiers that it runs with."""
     source: str
-    """What was installed: a path, or a requirement."""
+    """Source of the installation: a path, or a requirement."""
     directory: str
     """Holds an interpreter with all of its packages, or only the environment's own modules."""
     has_interpreter: bool

@@ -47,7 +47,7 @@ def python_of(venv: Path) -> Path:
 
 
 def place_of_project(project: Path) -> Path:
-    """Where the virtual environment of a project is, or will be.
+    """Path of the virtual environment of a project, whether it exists or not.
 
     Raises:
         RunError: the directory has no readable `pyproject.toml`.
@@ -66,7 +66,7 @@ def venv_of_project(project: Path, tell: Tell | None = None) -> Path:
     `tell` gets a line when work begins and when it is done; by default the log does.
 
     Raises:
-        RunError: the directory is no project, there is no uv, or uv cannot install the project.
+        RunError: the directory is not a project, there is no uv, or uv cannot install the project.
     """
     project = project.resolve()
 
@@ -91,7 +91,7 @@ def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> P
 
     name = re.split(r"[^\w.-]", requirements[0])[0] or "packages"
     place = _place(name, {"requirements": "\n".join(requirements)})
-    # Not in the current directory, whose project may have settings of its own.
+    # Not in the current directory, whose project may have its own settings.
     return _made(place, place.parent, install, tell or get_logger().info)
 
 

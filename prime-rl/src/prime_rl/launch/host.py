@@ -30,7 +30,7 @@ from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_direct
 from prime_rl.utils.signals import STACKS_SIGNAL
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
-"""What `signal.signal` takes and gives back."""
+"""Argument and result of `signal.signal`."""
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to the launcher that become events."""
@@ -82,7 +82,7 @@ class Host(Protocol):
         """The last log lines of a child in this attempt."""
 
     def observe(self, spec: ProcessSpec) -> Observed:
-        """What a running child has reported of its progress, and whether a signal has stopped it."""
+        """Progress that a running child has reported, and whether a signal has stopped it."""
 
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Make the Python processes of children write their stacks to their logs. Continues those that are stopped.

@@ -27,7 +27,7 @@ UV_VARIABLE = "UV_RUN_RECURSION_DEPTH"
 
 
 def command_prefix(env: Mapping[str, str]) -> str:
-    """What a user has to type before one of our programs, as this one was started."""
+    """Words that a user types before the name of one of our programs, as this one was started."""
     return "uv run " if UV_VARIABLE in env else ""
 
 
@@ -53,9 +53,9 @@ class Job:
     configs: Mapping[str, BaseSettings] = field(default_factory=dict)
     """Written to `OUT/configs` before the first process starts, by component."""
     headline: str = ""
-    """Where the processes compute, in one line."""
+    """Devices and nodes of the processes, in one line."""
     stopping: str = "stopping"
-    """What a signal makes the processes do, in one line."""
+    """Effect of a signal on the processes, in one line."""
     stall_limits: StallLimits = field(default_factory=StallLimits)
     """When a process that makes no progress ends the job."""
     trace_mib: int | None = None

@@ -74,7 +74,7 @@ def tail(log: Path, lines: int, start_offset: int = 0) -> list[str]:
 def reason_in(lines: Sequence[str], secrets: Iterable[str] = ()) -> str | None:
     """The last error in readable lines of a log, as one short line. None: they tell of none.
 
-    Of a traceback only the exception's class is told: its text may hold rows of the data. `secrets` are hidden.
+    From a traceback it takes only the exception's class: the text may hold rows of the data. `secrets` are hidden.
     """
     found = None
     for line in (each for entry in lines for each in entry.splitlines()):

@@ -104,7 +104,7 @@ class Ports:
     inference: int | None = None
     broadcast: int | None = None
     frozen: tuple[int, ...] = ()
-    """Those of judges and of the teacher, chosen at run time. The teacher's is used if `inference` is chosen."""
+    """Ports of judges and of the teacher, chosen at run time. The teacher's is used if `inference` is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Placement:
     """The launcher's own environment."""
     ports: Ports
     meeting_place: str
-    """How the trainer's ranks find each other: a file, because any user of the machine could connect to a TCP store, or
+    """Rendezvous of the trainer's ranks: a file, because any user of the machine could connect to a TCP store, or
     `tcp://ADDRESS:PORT` where nodes share no file that they can lock."""
     engine_key: str = field(repr=False)
     """Key that the inference server of this launch requires."""
@@ -138,7 +138,7 @@ class Placement:
     name: str = ""
     """Name of the node, in a launch on several."""
     address: str = LOOPBACK
-    """Where the processes of the node listen."""
+    """Address on which the processes of the node listen."""
     interface: str = LOOPBACK_INTERFACE
     """The network interface with that address."""
     is_interface_configured: bool = False

@@ -233,7 +233,7 @@ def inference_url(placement: Placement) -> str:
 
 
 def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
-    """What an RL run writes to `OUT/configs`: the whole, and each component's section."""
+    """Configs that an RL run writes to `OUT/configs`: the whole, and each component's section."""
     sections: dict[str, BaseSettings] = {
         "rl": config,
         "trainer": config.trainer,
@@ -342,7 +342,7 @@ def _frozen_servers(
 def _with_teacher(user: ProcessSpec, config: RLConfig, placement: Placement) -> ProcessSpec:
     """The orchestrator, with the key of the teacher and, if the run starts it, with its address.
 
-    The key is in a variable of its own: the configured one may be that of the policy's servers, whose key it must not
+    The key has its own variable: the configured one may be that of the policy's servers, whose key it must not
     get.
     """
     teacher = config.orchestrator.teacher_model
@@ -429,7 +429,7 @@ def _computing_env(command: str, child: str, placement: Placement, env: Mapping[
 
 
 def _server_flags(placement: Placement) -> tuple[str, ...]:
-    """Where a server listens, if its port was chosen at run time."""
+    """Options that name the address of a server whose port was chosen at run time."""
     port = placement.ports.inference
     return () if port is None else ("--server.host", placement.address, "--server.port", str(port))
 
@@ -465,7 +465,7 @@ def _member_flags(config: RLConfig, head: Placement, servers: int) -> tuple[str,
 
 
 def _socket_flags(config: RLConfig, head: Placement) -> tuple[str, ...]:
-    """Where the trainer receives rollouts, on several nodes. On one, sockets need no address."""
+    """Address at which the trainer receives rollouts on several nodes. On one node, sockets need none."""
     is_needed = bool(head.name) and config.trainer.rollout_transport.type == "zmq"
     return ("--rollout_transport.host", head.address) if is_needed else ()
 

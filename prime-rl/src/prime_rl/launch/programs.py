@@ -107,7 +107,7 @@ class TrainerRanks:
     count: int
     """Number on this node."""
     meeting_place: str
-    """Where they find each other: a file, or `tcp://ADDRESS:PORT`."""
+    """Rendezvous: a file, or `tcp://ADDRESS:PORT`."""
     first: int = 0
     """Rank of the first one on this node."""
     total: int | None = None
@@ -148,7 +148,7 @@ def rank_name(rank: int) -> str:
 
 
 def _completing(name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[str, str]) -> ProcessSpec:
-    """A process whose work ends, and which says so."""
+    """A process whose work ends, and which then makes its completion file."""
     return ProcessSpec(
         name,
         argv,

@@ -1,4 +1,4 @@
-"""Who starts a run, and how often: what `launcher` and `recover` mean for a command."""
+"""Starts a run again after a failure, as `recover` says, and refuses a `launcher` that the command is not."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class NodeLost:
     node: int
     """Its index."""
     fault: str
-    """Which node, and why; further lines say what its agent wrote last."""
+    """Name of the node and the reason; further lines are the last ones of its agent."""
 
 
 Event = Exited | Signalled | NodeLost
@@ -98,7 +98,7 @@ Event = Exited | Signalled | NodeLost
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, and a message for the user."""
+    """End of a run: the launcher's exit code, and a message for the user."""
 
     exit_code: int
     message: str
@@ -110,7 +110,7 @@ class Outcome:
     was_stopped: bool = False
     """Whether a signal to the launcher ended the run."""
     lost: tuple[str, ...] = ()
-    """What the run went on without, one line each."""
+    """Processes without which the run continued, one line each."""
 
     def report(self) -> str:
         """The message, and log lines that may explain it."""

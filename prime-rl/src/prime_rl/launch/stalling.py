@@ -17,7 +17,7 @@ LOOK_EVERY_S = 2.0
 QUIET_S = 60.0
 """A process that fails may have waited for one that has been silent for so long."""
 LONGEST_GAP_S = 2 * LOOK_EVERY_S
-"""Of the time between two looks, at most this much counts: the launcher itself was stopped for the rest."""
+"""Longest time between two looks that counts. For the rest, the launcher itself was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class StallLimits:
     startup_timeout_s: float | None = None
     """Until then."""
     stopped_timeout_s: float | None = None
-    """Of a process that is stopped by SIGSTOP."""
+    """While a signal (SIGSTOP) holds the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a look at a process found."""
+    """Result of one look at a process."""
 
     heartbeats: Sequence[Heartbeat] = ()
-    """Its newest beat, followed by those of its helpers. Empty if it has not begun."""
+    """Its newest heartbeat, followed by those of its helpers. Empty if it has not begun."""
     stopped: tuple[int, ...] = ()
     """Ids of its processes that a signal has stopped (state T)."""
 
@@ -49,12 +49,12 @@ class Stalled:
     roots: tuple[str, ...]
     """The process at which the others wait. Several if they wait for each other, or if it is not known which."""
     lines: tuple[str, ...]
-    """What happened, and what every process was doing."""
+    """The event, and the activity of every process."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """What the watchdog knows of one process. Times are those of the watchdog's clock."""
+    """The watchdog's record of one process. Times are those of the watchdog's clock."""
 
     since_s: float
     since: float

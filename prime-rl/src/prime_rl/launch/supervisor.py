@@ -79,7 +79,7 @@ class Supervisor:
         cause = self._start() or self._watch()
         signals = self._stop(cause)
         # Slurm signals every process of a job at once; a child's exit may arrive before our own signal. A server that
-        # is told to stop exits with 0.
+        # is asked to stop exits with 0.
         if isinstance(cause, Exited) and (cause.code == 0 or cause.signal is not None):
             asked = cause.signal or signal.SIGTERM
             cause = Signalled(asked) if asked in signals else cause

@@ -19,7 +19,7 @@ from prime_rl.utils.logger import get_logger
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What a process exports. Other metrics are not exported."""
+    """Metrics that a process exports. Others are not exported."""
 
     metrics: Mapping[str, str]
     """Gauge names and the metric that each one reports."""

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Reduce = Literal["avg", "avg_min_max", "sum", "min", "max", "scalar"]
-"""How values become one metric. Averages weigh each masked-in element, or each recorded scalar, the same on all ranks.
+"""Reduction of values to one metric.
+
+Averages weigh each masked-in element, or each recorded scalar, the same on all ranks.
 
 `avg_min_max` gives three metrics: `NAME/avg`, `NAME/min` and `NAME/max`.
 """
@@ -25,7 +27,7 @@ TIMING = "timing"
 
 @dataclass(slots=True)
 class _Total:
-    """What was recorded of one metric."""
+    """Record of one metric."""
 
     reduce: Reduce
     sum: Tensor | float = 0.0

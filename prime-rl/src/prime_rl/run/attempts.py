@@ -85,7 +85,7 @@ class Receipt:
 
     @property
     def headline(self) -> str:
-        """Which attempt this is, in one line."""
+        """Number and start of this attempt, in one line."""
         start = "starts a new run" if self.step is None else f"continues from step {self.step}"
         return f"attempt {self._table['attempt']} {start}"
 

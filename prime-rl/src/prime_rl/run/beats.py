@@ -36,7 +36,7 @@ TICK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a process was doing when it last made progress."""
+    """Activity of a process when it last made progress."""
 
     count: int
     """Number of records so far. A higher one is progress."""
@@ -73,7 +73,7 @@ class HeartbeatWriter:
         follower(self._doing, self._waits_for)
 
     def say(self, doing: str, waits_for: str | None = None) -> None:
-        """Report what the process does from now on. To say the same again is no progress."""
+        """Report what the process does from now on. A repeated text does not count as progress."""
         if (doing, waits_for) != (self._doing, self._waits_for):
             self._doing, self._waits_for = doing, waits_for
             self._write()

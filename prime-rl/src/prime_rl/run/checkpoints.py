@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run starts."""
+    """Starting point of a run."""
 
     step: int | None
     """None starts a new run."""
@@ -42,7 +42,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a run has done its work. Without either limit it goes on until it is stopped."""
+    """Limits at which a run has done its work. Without either it continues until it is stopped."""
 
     max_steps: int | None = None
     num_epochs: float | None = None
@@ -57,7 +57,7 @@ class End:
 
 
 def end_of(config: SFTConfig | RLConfig) -> End:
-    """Where a run ends. Nowhere if steps count from 0 again."""
+    """Limits of a run. There are none if steps count from 0 again."""
     trainer: Any = getattr(config, "trainer", config)
     if trainer.ckpt is not None and trainer.ckpt.skip_progress:
         return End()
@@ -139,7 +139,7 @@ class SavedSteps:
         return [part / STABLE for part in parts if (part / STABLE).is_file() and not read_contents(part)]
 
     def advice_for_damage(self, step: int) -> str:
-        """What to do about a damaged checkpoint of `step`."""
+        """Advice about a damaged checkpoint of `step`."""
         earlier = next((other for other in self._whole() if other < step), None)
         if earlier is None:
             return "there is no earlier checkpoint: start a new run in another directory"
@@ -161,7 +161,7 @@ class SavedSteps:
     def is_finished(self, step: int, end: End) -> bool:
         """Whether the run that saved `step` has done all of its work, the end of it included."""
         parts = ["trainer", *(["orchestrator"] if self.has_orchestrator else [])]
-        # Only SFT evaluates in a process of its own.
+        # Only SFT evaluates in a separate process.
         parts += ["evaluator"] if self.paths.config("eval").is_file() else []
         if not all(self.paths.completion(part).is_file() for part in parts):
             return False
@@ -233,7 +233,7 @@ class Change:
 
     @property
     def becomes(self) -> str:
-        """What a resume does with the new value: `applied`, `refused` or `without effect`."""
+        """Effect of the new value in a resume: `applied`, `refused` or `without effect`."""
         if self.is_refused:
             return "refused"
         return "without effect" if self.rule.effect == "none" else "applied"
@@ -241,7 +241,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed since the checkpoint of `step`."""
+    """Changes since the checkpoint of `step`."""
 
     step: int
     changes: tuple[Change, ...]
@@ -259,7 +259,7 @@ class Changes:
                 )
 
     def lines(self) -> Iterator[str]:
-        """What is applied, and what has no effect, for the log."""
+        """Lines for the log: changes that are applied, and changes without effect."""
         yield from self.unreadable
         applied = [change for change in self.changes if change.becomes == "applied"]
         if applied:

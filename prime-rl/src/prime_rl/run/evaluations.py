@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
 
 _WHOLE_BYTES = 2**28
-"""Of larger files of weights, samples are compared."""
+"""Larger files of weights are compared by samples."""
 BASE_STEP = 0
 """The step under which the base model's results are stored."""
 
@@ -44,11 +44,11 @@ class Candidate:
             files = sorted(folder.glob("*.safetensors"))
             return sampled_digest(files, _WHOLE_BYTES) if folder.is_dir() else None
         except OSError:
-            return None  # a training run removes old ones; loading them says so
+            return None  # a training run removes old ones; the error of loading them tells
 
 
 def candidates_of(config: OfflineEvalConfig) -> list[Candidate]:
-    """What an evaluation starts with. One that watches a run may start before there is a checkpoint.
+    """Candidates at the start of an evaluation. One that watches a run may start before there is a checkpoint.
 
     Raises:
         RunDirError: one of `steps` is missing or incomplete, or there is nothing to evaluate.
@@ -176,11 +176,11 @@ class EvaluatedSteps:
 WEIGHTS = "weights"
 """Key of the settings that are kept: the fingerprint of the weights of each step."""
 _AGENT_KEYS = {"workflow", "agent_dataset", "agent_eval_dataset", "agent_timeout_s"}
-"""Those of an agent that its results depend on."""
+"""Settings of an agent that its results depend on."""
 
 
 _SERVER_KEYS = {"dtype", "max_model_len", "tool_call_parser", "reasoning_parser", "chat_template", "rope_scaling"}
-"""Those of the server's model."""
+"""Settings of the server's model that results depend on."""
 _JUDGE_KEYS: dict[str, Any] = {
     "model": True,
     "sampling": True,

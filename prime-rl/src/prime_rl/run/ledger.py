@@ -115,7 +115,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class Draw:
-    """What became of one draw."""
+    """Fate of one draw."""
 
     env: str
     row: int

@@ -30,7 +30,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds the lock."""
+    """Holder of the lock."""
 
     host: str
     pid: int
@@ -154,7 +154,7 @@ def _await_silence(path: Path, me: Holder, is_locked: bool, sleep: Callable[[flo
         return
     sys.stderr.write(f"{path.parent} was left by {last}: waiting {STALE_S:.0f} s to see whether it still runs\n")
     first_beat_s = beat_s = path.stat().st_mtime
-    # The server of a file system has a clock of its own: only changes of its times count.
+    # The server of a file system has its own clock: only changes of its times count.
     for _ in range(int(STALE_S / _LOOK_S)):
         if beat_s != first_beat_s:
             raise _in_use(path)

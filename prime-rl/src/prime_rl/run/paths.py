@@ -58,14 +58,14 @@ class RunPaths:
 
     @property
     def traces(self) -> Path:
-        """What each process did when, as Chrome trace events."""
+        """Timeline of a process, as Chrome trace events."""
         return self.root / "traces"
 
     def trace(self, process: str) -> Path:
         return self.traces / f"{process}.jsonl"
 
     def heartbeat(self, process: str) -> Path:
-        """What the process is doing, overwritten with each progress."""
+        """Activity of the process, overwritten with each progress."""
         return self.root / "control" / f"{process}.beat"
 
     def judge_cache(self, judge: str, directory: Path | None = None) -> Path:
@@ -83,7 +83,7 @@ class RunPaths:
         return self.root / "attempts"
 
     def receipt(self, attempt: int) -> Path:
-        """What an attempt started from, and what each part restored, as JSON."""
+        """Receipt of an attempt, as JSON: its start, and what each part restored."""
         return self.attempts / f"{attempt:03}.json"
 
     @property
@@ -92,7 +92,7 @@ class RunPaths:
         return self.attempts / "matrix_products.json"
 
     def restored(self, part: str) -> Path:
-        """What a part of this attempt has restored, on its way to the receipt."""
+        """Report of a part about what it has restored, on its way to the receipt."""
         return self.root / "control" / f"{part}.restored.json"
 
     @property
@@ -107,7 +107,7 @@ class RunPaths:
         return self.sink_id("wandb", component)
 
     def sink(self, sink: str) -> Path:
-        """Where a sink of metrics writes, unless the config names another directory."""
+        """Directory of a sink of metrics, unless the config names another one."""
         return self.root / sink
 
     @property
@@ -134,7 +134,7 @@ class RunPaths:
 
     @property
     def relayed(self) -> Path:
-        """How much of `metrics.jsonl` was searched for evaluations that the trainer's sinks should have, in bytes."""
+        """Bytes of `metrics.jsonl` that were searched for evaluations that the trainer's sinks should have."""
         return self.control / "relayed_evaluations"
 
     @property
@@ -188,7 +188,7 @@ class RunPaths:
 
     @property
     def upload_plan(self) -> Path:
-        """Where on S3 the run is copied, and how many checkpoints may wait for it, as JSON."""
+        """Target of the upload to S3, and how many checkpoints may wait for it, as JSON."""
         return self.root / "storage" / "upload.json"
 
     def uploaded(self, step_directory: Path) -> Path:
@@ -275,7 +275,7 @@ class OrchestratorPaths:
 
     @property
     def ledger(self) -> Path:
-        """What became of each example, as JSON lines, appended."""
+        """Fate of each example, as JSON lines, appended."""
         return self.root / "ledger.jsonl"
 
     @property
@@ -355,7 +355,7 @@ class SamplesFile:
 
     @classmethod
     def all_in(cls, samples: Path) -> list[SamplesFile]:
-        """Those in a directory, by number."""
+        """Files of kept rollouts in a directory, by number."""
         paths = samples.iterdir() if samples.is_dir() else ()
         found = [file for path in paths if (file := cls.of(path)) is not None]
         return sorted(found, key=lambda file: (file.kind, file.number, file.data_rank or 0))

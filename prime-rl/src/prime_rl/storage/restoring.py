@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 
 class RemoteRun:
-    """What S3 holds of a run."""
+    """Files of a run on S3."""
 
     def __init__(self, s3: S3, name: S3Name, paths: RunPaths) -> None:
         """`paths` are those of its local directory. Raises StorageError if it cannot be listed."""

@@ -19,9 +19,9 @@ from prime_rl.utils.errors import StorageError
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
 ATTEMPTS = 5
-"""Of one request; the pauses between them grow up to 20 s."""
+"""Attempts at one request; the pauses between them grow up to 20 s."""
 BODY_ATTEMPTS = 6
-"""Of one part of a download, whose body may end early."""
+"""Attempts at one part of a download, whose body may end early."""
 PART_BYTES = 32 << 20
 """Size of the parts in which files are downloaded, several at once, and uploaded."""
 _MOST_PARTS = 9_000
@@ -31,7 +31,7 @@ _CONNECTIONS = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 
 STOPPED = "Stopped"
-"""Code of the error of a transfer that was told to stop."""
+"""Code of the error of a transfer that was stopped."""
 
 MISSING = frozenset({"NoSuchKey", "404"})
 """Codes of the errors that there is no such object."""
@@ -109,12 +109,12 @@ def aws_client(service: str, region: str | None = None) -> Any:
         with told(service):
             region = region or named_region(os.environ)
             return boto3.session.Session().client(service, region_name=region, config=config)
-    except ValueError as error:  # an endpoint that is no URL
+    except ValueError as error:  # an endpoint that is not a URL
         raise StorageError(f"{service}: {error}") from error
 
 
 class S3:
-    """What runs need of S3. The methods raise StorageError, and may be called in several threads."""
+    """Operations on S3 that runs need. The methods raise StorageError, and may be called in several threads."""
 
     def __init__(self, client: Any, part_bytes: int = PART_BYTES) -> None:
         self.client = client
@@ -197,7 +197,7 @@ class S3:
             return body
 
     def part(self, item: S3Object, number: int = 1) -> dict[str, Any]:
-        """What S3 reports about one part of an object that was uploaded in parts, without its contents."""
+        """Report of S3 about one part of an object that was uploaded in parts, without its contents."""
         with told(item.name):
             answer: dict[str, Any] = self.client.head_object(
                 Bucket=item.name.bucket, Key=item.name.key, PartNumber=number

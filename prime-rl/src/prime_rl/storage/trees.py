@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def etag_fault(s3: S3, item: S3Object, file: Path) -> str | None:
-    """Why a file is not the object that was listed, in one line; None if it is, or if its ETag is no MD5."""
+    """Why a file is not the object that was listed, in one line; None if it is, or if its ETag is not an MD5."""
     match = _MD5.fullmatch(item.etag)
     if match is None:
         return None
@@ -85,12 +85,12 @@ def _md5(file: Path, start: int, size: int) -> bytes:
 WORKERS = 8
 """Parts or files that move at once."""
 _WHOLE_ATTEMPTS = 3
-"""Of a file whose contents arrive damaged."""
+"""Attempts at a file whose contents arrive damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What was moved."""
+    """Files and bytes that were moved."""
 
     files: int
     size_bytes: int

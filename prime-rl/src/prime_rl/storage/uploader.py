@@ -30,7 +30,7 @@ def write_plan(paths: RunPaths, target: str, max_held: int) -> None:
 
 
 def read_plan(paths: RunPaths) -> dict[str, Any] | None:
-    """Where a run is copied; None if it is not, or the file is damaged."""
+    """Plan of the upload of a run; None if it is not copied, or the file is damaged."""
     try:
         plan = json.loads(paths.upload_plan.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ class Uploader:
         self._lost = lost
         self._done: dict[Path, Signature] = {}
         self._remote: dict[str, S3Object] | None = None
-        """What S3 held when this started; None before that is known."""
+        """Listing of S3 at the start; None before it is known."""
         self._failed_in_a_row = 0
         self._lock = threading.Lock()
 
@@ -341,7 +341,7 @@ class UploadThread:
 
 
 def summary_of(uploader: Uploader) -> tuple[bool, str]:
-    """Whether everything is on S3, and a line that says so, or what is missing and how to upload it."""
+    """Whether everything is on S3, and a line for the user: what is missing and how to upload it."""
     missing = uploader.pending()
     failures = f"; {uploader.failures} uploads failed" if uploader.failures else ""
     if not missing:

@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who writes to a place. Launches of older versions wrote less."""
+    """Writer to a place. Launches of older versions wrote less."""
 
     host: str
     pid: int
@@ -49,7 +49,7 @@ class Writer:
     something only where it is the same."""
     slurm_job: str | None = None
     slurm_start: str = ""
-    """How often Slurm has requeued the job."""
+    """Number of times that Slurm has requeued the job."""
     beats: int = 0
     ended: bool = True
     """Nobody writes any more."""
@@ -101,7 +101,7 @@ class PlaceLock:
     def __init__(self, s3: S3, place: S3Name, me: Writer, pause: Callable[[float], object] = time.sleep) -> None:
         self.place = place
         self.lost: str | None = None
-        """Who else writes there now; None as long as the place is ours."""
+        """Message about the other writer, once there is one; None as long as the place is ours."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called once when the place is lost, in the thread that sees it."""
         self._s3 = s3
@@ -199,7 +199,7 @@ class PlaceLock:
         )
 
     def _read(self) -> tuple[Writer | None, str | None, float]:
-        """Who wrote last, the object's ETag, and its age in seconds by S3's clock."""
+        """Last writer, the object's ETag, and its age in seconds by S3's clock."""
         found = self._s3.read_if_there(self._name)
         return (None, None, 0.0) if found is None else (Writer.parse(found.data), found.etag, found.age_s)
 

@@ -23,7 +23,7 @@ _SAMPLE_BYTES, _SAMPLES = 2**20, 256
 
 
 class FileRecord(NamedTuple):
-    """What a file must be."""
+    """Recorded size and hash of a file."""
 
     size_bytes: int
     xxh3_128: str

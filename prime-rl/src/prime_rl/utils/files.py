@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 PARTIAL, TEMPORARY, DELETED = ".partial", ".tmp", ".deleted"
-"""What names of directories and files end with while they are written, and of directories while they are deleted.
+"""Suffixes of directories and files while they are written, and of directories while they are deleted.
 
 `run/directory.py` finds those that a killed run has left.
 """
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
-"""What file systems say that have no locks."""
+"""Errors of file systems without locks."""
 
 _DISK_FAULTS = {
     errno.ENOSPC: "the disk is full",
@@ -217,7 +217,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def nearest_path(path: Path) -> Path | None:
-    """What a path that does not exist was probably meant to be: its first missing part, replaced by a similar name."""
+    """Nearest existing path to one that does not exist: its first missing part is replaced by a similar name."""
     missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
     if not missing.parent.is_dir():
         return None
@@ -226,7 +226,7 @@ def nearest_path(path: Path) -> Path | None:
 
 
 def missing_advice(name: str | Path, root: Path = Path()) -> str:
-    """What to add to a message about a path below `root` that does not exist: a similar one, or how far it leads."""
+    """Advice about a path below `root` that does not exist: a similar one, or how far it leads."""
     given, path = Path(name), root / name
     if advice := unexpanded_advice(str(name)):
         return advice
@@ -239,5 +239,5 @@ def missing_advice(name: str | Path, root: Path = Path()) -> str:
 
 
 def unexpanded_advice(name: str) -> str:
-    """What to add to a message about a path that begins with `~`, which only a shell replaces; empty for others."""
+    """Advice about a path that begins with `~`, which only a shell replaces; empty for others."""
     return "; ~ is not replaced here: write the whole path" if name.startswith("~") else ""

@@ -32,7 +32,7 @@ def _limits(system: Path) -> Iterator[int]:
 
 
 def _mounts(system: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
-    """Where groups are mounted: the version, and which group is found in which folder."""
+    """Mount points of control groups: the version, and the folder of each group."""
     for line in _lines(system / "proc/self/mountinfo"):
         place, _, source = line.partition(" - ")
         root, folder = place.split()[3:5]
@@ -52,7 +52,7 @@ def _below(path: str, root: PurePosixPath) -> PurePosixPath:
 def _limits_around(folder: Path, group: PurePosixPath, version: int) -> Iterator[int]:
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
     for each in (group, *group.parents):
-        # `max` is no limit. Version 1 has a number for that, above every machine's memory.
+        # `max` means no limit. Version 1 has a number for that, above every machine's memory.
         yield from (int(line) for line in _lines(folder / each / name) if line.isdigit())
 
 

@@ -236,7 +236,7 @@ def stream_file(path: Path) -> Iterator[StreamedRow]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed if its suffix says so.
+    """The bytes of a file, decompressed according to its suffix.
 
     Raises:
         RowFileError: it is not compressed like that, or it is cut short.

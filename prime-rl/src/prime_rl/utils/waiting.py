@@ -15,7 +15,7 @@ REMIND_EVERY_S = 60.0
 
 
 def advice_on(program: str, output_dir: Path, logs: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """What to do if another program of the run does not go on. A launch starts it by itself."""
+    """Advice if another program of the run does not continue. A launch starts it by itself."""
     if LAUNCH_VARIABLE in environ:
         return f"see why it does not go on in {logs}"
     return f"start it with `{program} --output-dir {output_dir}`, or see why it does not go on in {logs}"
@@ -26,9 +26,9 @@ class Wait:
     """One wait, which starts when it is created. Ask `is_over` at every poll: it also logs that the wait goes on."""
 
     what: str
-    """What is waited for."""
+    """Thing that is waited for, as in the log line."""
     advice: str
-    """What the user can do if it does not come."""
+    """Action that the user can take if it does not come."""
     limit_s: float
     limit_key: str
     """The config key that sets the limit."""

@@ -1,4 +1,9 @@
-"""Estimates the memory and disk that a run needs, from the model's config alone, without torch."""
+"""Estimates the memory and disk that a run needs, from the model's config alone, without torch.
+
+A model on PyTorch's meta device (accelerate's and Transformers' builders make such models) would give names and shapes,
+which `shapes.py` reads from a file, at the price of importing torch and Transformers: 10 to 20 s of CPU on the first
+start, where an estimate takes less than one. It would say nothing about activations, kernels, sharding or the server.
+"""
 
 from prime_rl.checks.memory.estimate import Estimate, estimate_rl, estimate_sft
 from prime_rl.checks.memory.gpus import Gpu, find_gpu, parse_gpu

@@ -41,7 +41,7 @@ class Change:
 
     key: str
     text: str
-    """What to write."""
+    """The key with its new value, as the user would write it."""
     apply: Callable[[Variant], Variant]
 
 
@@ -70,7 +70,7 @@ def nearest_change(
 
 
 def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
-    """What may make a run of SFT smaller, cheapest first."""
+    """Changes that may make a run of SFT smaller, cheapest first."""
     rows, seq_len = config.data.micro_batch_size, config.data.seq_len
     yield from _free_changes(config.model, "model")
     if rows > 1:
@@ -89,7 +89,7 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
 
 
 def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
-    """What may make a run of RL smaller, cheapest first."""
+    """Changes that may make a run of RL smaller, cheapest first."""
     inference, limits = config.inference, config.orchestrator
     yield from _free_changes(config.trainer.model, "trainer.model")
     if inference is not None:
@@ -123,7 +123,7 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
 
 
 def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
-    """Those that cost time, but no bit of the result."""
+    """Changes that cost time, but leave the result as it is."""
     if model.ac is None or model.ac.freq > 1:
         yield Change(f"{path}.ac", f"{path}.ac.freq = 1", lambda run: _with(run, f"{path}.ac", _EVERY_BLOCK))
 

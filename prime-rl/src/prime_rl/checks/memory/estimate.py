@@ -41,7 +41,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What one GPU of an engine holds."""
+    """Memory of one GPU of an engine, by kind."""
 
     shape: ModelShape
     engine: Engine
@@ -115,23 +115,23 @@ CUDA_BYTES = 768 * 2**20
 PROCESS_BYTES = 600 * 2**20
 """A Python process with torch and Transformers, on a CPU."""
 PACKED_SHARE = 0.1
-"""Of the machine's memory: larger models are not packed."""
+"""Largest share of the machine's memory of a model whose weights are packed."""
 JUDGE_TOKENS = 4096
 """Assumed length of a judge's requests, if its model reads more."""
 CPU_SHARE = 0.25
-"""Of the machine's memory, what the embedded engine takes for its key-value cache on a CPU."""
+"""Share of the machine's memory that the embedded engine takes for its key-value cache on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """What one part of a run needs of each of its GPUs, or of the machine's memory on a CPU."""
+    """Memory that one part of a run needs on each of its GPUs, or of the machine on a CPU."""
 
     name: str
     processes: int
     parts: Mapping[str, int]
     """Bytes by purpose, of one process."""
     room_bytes: int | None
-    """What it may use; None if the GPU is not known."""
+    """Memory that it may use; None if the GPU is not known."""
     elastic_bytes: int = 0
     """The share of the parts that shrinks to the room there is: of the key-value cache, all but one sequence."""
     notes: Sequence[str] = ()
@@ -266,7 +266,7 @@ def _trainer(training: Training, room: int | None, ckpt: CheckpointConfig | None
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run asks of its engine."""
+    """Sequences that a run sends to its engine."""
 
     seq_len: int
     """Longest sequence, in tokens."""
@@ -363,7 +363,7 @@ def _served_bytes(shape: ModelShape, inference: InferenceConfig, is_vllm: bool, 
 
 
 def _room(gpu: Gpu | None, device: Device, processes: int) -> int | None:
-    """What one process may use. On a CPU all share the memory of the machine or the job."""
+    """Memory that one process may use. On a CPU all share the memory of the machine or the job."""
     if device == "cpu":
         return usable_memory_bytes() // processes
     return None if gpu is None else gpu.total_bytes

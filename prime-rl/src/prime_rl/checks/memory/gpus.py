@@ -40,7 +40,7 @@ MEMORY_GIB = {
     "V100-16": 15.8,
     "T4": 14.6,
 }
-"""What CUDA reports as the total, which is less than the name says, in GiB."""
+"""Total that CUDA reports, in GiB, which is less than the name says."""
 
 
 @dataclass(frozen=True, slots=True)

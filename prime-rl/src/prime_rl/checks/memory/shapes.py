@@ -23,7 +23,7 @@ Tensors = dict[str, Shape]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family of decoders differs from Llama."""
+    """Differences of a family of decoders from Llama."""
 
     qkv_bias: bool | None = False
     """None reads `attention_bias`."""

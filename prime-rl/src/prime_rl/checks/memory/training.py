@@ -25,7 +25,7 @@ _MLP_GRADIENTS, _LEAN_MLP_GRADIENTS = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What decides the size of saved tensors, besides the model."""
+    """Settings that decide the size of saved tensors, besides the model."""
 
     compute_bytes: int
     is_lean: bool
@@ -47,7 +47,7 @@ class BlockActivations:
 def block_activations(
     shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None = None
 ) -> BlockActivations:
-    """What one block needs per token of a row."""
+    """Memory of one block per token of a row."""
     size, hidden = precision.compute_bytes, shape.hidden
     inner = _inner_width(shape, block)
     saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(shape, block, precision, lora)
@@ -242,7 +242,7 @@ _INFLIGHT_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Training:
-    """What one process of a trainer computes."""
+    """Share of the work of one process of a trainer."""
 
     shape: ModelShape
     model: ModelConfig
@@ -325,7 +325,7 @@ def peak_memory(training: Training) -> Parts:
 
 
 def host_memory(training: Training) -> int:
-    """What a process on a GPU keeps in host memory."""
+    """Host memory of a process on a GPU."""
     if training.device != "cuda":
         return 0
     if training.model.fsdp_cpu_offload:
@@ -334,7 +334,7 @@ def host_memory(training: Training) -> int:
 
 
 def copied_state(training: Training) -> int:
-    """What a process copies into host memory for `ckpt.async_save`, whose memory is kept for the next copy."""
+    """Host memory for the copy of `ckpt.async_save`, which is kept for the next copy."""
     # Trained weights, which are as large as their gradients, and optimizer states.
     return training.gradients + training.states
 

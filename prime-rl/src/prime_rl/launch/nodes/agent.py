@@ -84,7 +84,7 @@ class NodeFacts:
 
 
 def node_name(env: Mapping[str, str]) -> str:
-    """What the scheduler calls this node, or else the host's name."""
+    """Name of this node in the scheduler, or else the host's name."""
     return next((env[name] for name in NAME_VARIABLES if env.get(name)), socket.gethostname())
 
 

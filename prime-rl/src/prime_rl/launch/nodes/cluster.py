@@ -62,7 +62,7 @@ class Channel(Protocol):
         """Tell the agent that the launch is over, wait for its end, and end it if it stays."""
 
     def describe(self) -> str:
-        """How the agent was started, how it ended, and the last lines that it wrote to stderr."""
+        """Command of the agent, its end, and its last lines on stderr."""
 
 
 class PipeChannel:

@@ -1,4 +1,4 @@
-"""What the head of a launch and its agents say to each other: one JSON object a line.
+"""Messages between the head of a launch and its agents: one JSON object per line.
 
 Lines travel over stdin and stdout of the agent, so that whatever started it (srun, ssh, a Ray actor) carries and
 protects them. An order with a number is answered with an `Answer` of the same number.
@@ -128,11 +128,11 @@ class Caught(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The agent is alive. It says so even while the file system of its node hangs."""
+    """The agent is alive. It sends this even while the file system of its node hangs."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """What the running processes have reported of their progress."""
+    """Progress that the running processes have reported."""
 
     observed: Mapping[str, Observed]
 

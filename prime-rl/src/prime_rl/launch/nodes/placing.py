@@ -27,7 +27,7 @@ from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIAB
 from prime_rl.utils.errors import CannotStart, DeviceError
 
 _INFERENCE_PORT, _BROADCAST_PORT, _STORE_PORT = range(3)
-"""What the ports are for that an agent holds."""
+"""Uses of the ports that an agent holds."""
 
 
 class Cluster(Protocol):
@@ -185,7 +185,7 @@ def _check_reachable(facts: Sequence[NodeFacts], places: Sequence[tuple[str, str
 
 @contextmanager
 def _meeting_place(host: ClusterHost, store: Path, address: str, node: NodeFacts) -> Iterator[str]:
-    """How the ranks meet: in `store` if all nodes see its locks, else at a TCP store on the first rank's node."""
+    """Rendezvous of the ranks: the file `store` if all nodes see its locks, else a TCP store on the node of rank 0."""
     is_new = not store.parent.exists()
     store.parent.mkdir(parents=True, exist_ok=True)
     store.unlink(missing_ok=True)

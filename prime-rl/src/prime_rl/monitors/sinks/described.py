@@ -36,7 +36,7 @@ class SinkRun:
         return Attempt(self.paths.sink_id(sink, self.component), self.resumes, sink, advice="")
 
     def directory(self, sink: str, given: Path | None) -> Path:
-        """Where a sink writes; made if it is missing."""
+        """Directory of a sink; made if it is missing."""
         directory = (given or self.paths.sink(sink)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         return directory

@@ -10,7 +10,7 @@ from queue import Queue
 from typing import Any, Generic, TypeVar
 
 from prime_rl.monitors.base import Metrics, Monitor
-from prime_rl.utils.errors import RunError
+from prime_rl.utils.errors import RunError, first_line
 from prime_rl.utils.logger import count_of, get_logger
 
 SinkT = TypeVar("SinkT", bound=Monitor)
@@ -18,7 +18,7 @@ SinkT = TypeVar("SinkT", bound=Monitor)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a run waits for a sink, and how much it keeps for one that is slow."""
+    """Time that a run waits for a sink, and metrics that it keeps for a slow one."""
 
     start_s: float = 90
     close_s: float = 30
@@ -30,7 +30,7 @@ LIMITS = Limits()
 
 
 class Guarded(Generic[SinkT]):
-    """Starts a sink, and logs to it, in a thread of its own.
+    """Starts a sink, and logs to it, in a separate thread.
 
     The first failure is a warning; the run continues, and later records are tried again. A sink that does not end in
     time is left behind.
@@ -98,7 +98,7 @@ class Guarded(Generic[SinkT]):
             self._refusal = error
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a package may raise anything, and the run continues
-            self._warn(f"cannot start: {_in_one_line(error)}")
+            self._warn(f"cannot start: {_described(error)}")
             self._is_up.set()  # the run goes on while this thread discards its records
             self._discard()
             return
@@ -109,11 +109,11 @@ class Guarded(Generic[SinkT]):
                 record(sink)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
                 self._lost += 1
-                self._warn(f"cannot log: {_in_one_line(error)}")
+                self._warn(f"cannot log: {_described(error)}")
         try:
             sink.close(self._exit_code)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            self._warn(f"cannot finish: {_in_one_line(error)}")
+            self._warn(f"cannot finish: {_described(error)}")
 
     def _discard(self) -> None:
         while self._queue.get() is not None:
@@ -144,6 +144,6 @@ def close_all(sinks: Sequence[Guarded[Any]], exit_code: int, limit_s: float = LI
         sink.wait_closed(deadline_s)
 
 
-def _in_one_line(error: BaseException) -> str:
-    words = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+def _described(error: BaseException) -> str:
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

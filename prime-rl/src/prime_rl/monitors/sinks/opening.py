@@ -15,7 +15,7 @@ from prime_rl.monitors.sinks.guard import LIMITS, Guarded, GuardedTables, Limits
 
 
 class Sinks:
-    """All sinks of a process, each in a thread of its own. They close at the same time."""
+    """All sinks of a process, each in its own thread. They close at the same time."""
 
     def __init__(self, wandb: GuardedTables | None, others: list[Guarded[Any]], limits: Limits) -> None:
         self.wandb = wandb

@@ -264,7 +264,7 @@ JUDGE = (
     ("answer tokens", "completion_tokens", "{:,.0f}"),
     ("cost", "cost", "{:.3g}"),
 )
-"""What is shown of each judge, of each step."""
+"""Metrics of judges that are shown for each step."""
 JUDGE_CALLS = re.compile("judge/[^/]+/calls")
 ROW_COUNTS = ("seen", "truncated", "overlong", "untrainable", "unmaskable")
 """Metrics `data/…` of SFT: rows so far."""
@@ -297,7 +297,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process did when it last made progress."""
+    """Activity of a process when it last made progress."""
 
     name: str
     words: str
@@ -329,11 +329,11 @@ class Overview:
     """Reward functions, if the reward is a sum of several."""
     running: tuple[Figure, ...] = ()
     judges: tuple[Figure, ...] = ()
-    """What judges were asked in each step."""
+    """Questions to judges in each step."""
     evals: tuple[Figure, ...] = ()
     """Scores of evaluations during training, over the steps."""
     progress: tuple[EvalProgress, ...] = ()
-    """What `eval` has done."""
+    """Finished work of `eval`."""
     rows: dict[str, int] = field(default_factory=dict)
     """Rows of SFT data by what happened to them."""
     processes: tuple[Doing, ...] = ()

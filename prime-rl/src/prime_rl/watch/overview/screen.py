@@ -35,7 +35,7 @@ class _Section:
     """Lines that stay or go together."""
 
     rank: int
-    """Of sections that do not fit, those of the highest rank go first."""
+    """If not all sections fit, those of the highest rank go first."""
     lines: Sequence[Text] = field(default_factory=list)
 
 
@@ -179,7 +179,7 @@ def _evaluation(overview: Overview, width: int) -> list[Text]:
 
 
 def _processes(overview: Overview) -> list[Text]:
-    """What each process does; after a run that did not complete, what each did last."""
+    """Activity of each process; after a run that did not complete, the last one."""
     if overview.state.name == "complete":
         return []
     name_chars = max((len(each.name) for each in overview.processes), default=0)
