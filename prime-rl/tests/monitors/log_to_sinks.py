@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from prime_rl.configs.shared import MonitorConfig
-from prime_rl.monitors.sinks.described import SinkRun
-from prime_rl.monitors.sinks.guard import Limits
-from prime_rl.monitors.sinks.opening import open_sinks
+from prime_rl.monitors.sink_packages import SinkRun
+from prime_rl.monitors.sinks import Limits, open_sinks
 from prime_rl.run.paths import RunPaths
 
 PATIENT = Limits(start_s=500, close_s=500)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from prime_rl.monitors import Metrics
-from prime_rl.monitors.sinks.guard import Guarded, Limits, close_all
+from prime_rl.monitors.sinks import Guarded, Limits, close_all
 from prime_rl.utils.errors import RunError
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, Ending, end_reported, exit_within, explained_exit_code
 from prime_rl.run.evaluations import Candidate, candidates_of

@@ -23,8 +23,8 @@ from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.relay import Relay
-from prime_rl.monitors.sinks.described import SinkRun
-from prime_rl.monitors.sinks.opening import open_sinks
+from prime_rl.monitors.sink_packages import SinkRun
+from prime_rl.monitors.sinks import open_sinks
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments, rows_to_evaluate
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.errors import InferenceFault

@@ -1,21 +1,97 @@
-"""Sinks of metrics in other packages: MLflow, SwanLab, TensorBoard, Trackio, Weights & Biases."""
+"""Sinks of metrics in other packages: MLflow, SwanLab, TensorBoard, Trackio, Weights & Biases.
+
+Each imports its package when it starts, and gives all attempts of a run one id.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.shared import MlflowConfig, SwanLabConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.monitors.base import Metrics
-from prime_rl.monitors.sinks.attempts import Attempt
-from prime_rl.monitors.sinks.described import SinkRun, numbers
+from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import RunError
+from prime_rl.utils.files import replacing_file
+from prime_rl.utils.logger import get_logger
 from prime_rl.utils.tables import dotted, leaves
+
+# The id that a sink gave the run: all attempts log under it.
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Keeps the id of a sink's run for later attempts of the same run."""
+
+    id_file: Path
+    resumes: bool
+    sink: str = "W&B"
+    advice: str = ": set wandb.id"
+
+    def run_id(self) -> str | None:
+        """The id of the attempt that this one resumes. None makes a new one."""
+        if not self.resumes:
+            return None
+        if not self.id_file.is_file():
+            get_logger().warning(
+                f"{self.sink} starts another run, because {self.id_file} with the id of the first is missing"
+                f"{self.advice}"
+            )
+            return None
+        return self.id_file.read_text(encoding="utf-8").strip()
+
+    def keep(self, run_id: str) -> None:
+        self.id_file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_file(self.id_file) as scratch:
+            scratch.write_text(f"{run_id}\n", encoding="utf-8")
+
+
+_PARTS_OF_RL = ("trainer", "orchestrator")
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRun:
+    """One process that logs metrics, and the run's directory."""
+
+    component: str
+    """`sft`, `trainer`, `orchestrator` or `eval`."""
+    paths: RunPaths
+    config: Mapping[str, Any]
+    """The process's settings, as plain values."""
+    resumes: bool = False
+    """Whether an earlier attempt has logged to the same run."""
+
+    def named(self, name: str | None) -> str:
+        """The name of the run. Each part of an RL run has its own."""
+        base = name or self.paths.root.absolute().name
+        return f"{base}-{self.component}" if self.component in _PARTS_OF_RL else base
+
+    def attempt(self, sink: str) -> Attempt:
+        return Attempt(self.paths.sink_id(sink, self.component), self.resumes, sink, advice="")
+
+    def directory(self, sink: str, given: Path | None) -> Path:
+        """Directory of a sink; made if it is missing."""
+        directory = (given or self.paths.sink(sink)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """The metrics that are numbers. A sink draws curves; texts stay in `metrics.jsonl`."""
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, str)}
+
+
+def finite(metrics: Metrics) -> dict[str, float]:
+    """The metrics that a sink without NaN and infinities can store."""
+    return {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
+
 
 _PARAMS_PER_CALL = 100
 _PARAM_CHARS = 500

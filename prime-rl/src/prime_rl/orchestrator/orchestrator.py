@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, remove_stale
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import Ending, end_reported, exit_process, explained_exit_code

@@ -6,7 +6,7 @@ import psutil
 from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")

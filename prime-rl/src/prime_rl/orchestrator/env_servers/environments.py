@@ -22,7 +22,7 @@ from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use, use_shared
 from prime_rl.interpreters.venvs import python_of, venv_of_project
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.failures import Failures, refuse_failed
 from prime_rl.orchestrator.env_servers.group_limits import in_time

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.env_servers.environments import (
     PROMPT_ID_LENGTH,
     Environment,

@@ -12,8 +12,8 @@ from prime_rl.configs.shared import LogExtrasConfig
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.bench import BenchTable
 from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
-from prime_rl.monitors.sinks.described import SinkRun
-from prime_rl.monitors.sinks.opening import open_sinks
+from prime_rl.monitors.sink_packages import SinkRun
+from prime_rl.monitors.sinks import open_sinks
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.batches.filters import Filter
 from prime_rl.orchestrator.ckpt import Progress

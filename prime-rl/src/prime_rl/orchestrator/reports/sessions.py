@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_rl.monitors.tracing import Trace, own_trace
+from prime_rl.monitors.trace import Trace, own_trace
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.run.ledger import Ledger
 

@@ -15,8 +15,8 @@ from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MultiMonitor
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.monitors.bench import BenchTable, Measured, summary
 from prime_rl.monitors.relay import Relay, WithEvaluations
-from prime_rl.monitors.sinks.described import SinkRun
-from prime_rl.monitors.sinks.opening import open_sinks
+from prime_rl.monitors.sink_packages import SinkRun
+from prime_rl.monitors.sinks import open_sinks
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.observe.perf import total_memory_gib
 from prime_rl.trainer.observe.profiling import Profile

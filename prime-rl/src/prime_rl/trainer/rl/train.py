@@ -7,7 +7,7 @@ import sys
 
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.lifeline import end_with_launch

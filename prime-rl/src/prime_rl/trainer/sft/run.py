@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.run.beats import own_beats
 from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.directory import check_output_dir

@@ -26,7 +26,7 @@ from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, S
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.transfer import on_device
-from prime_rl.monitors.tracing import own_trace
+from prime_rl.monitors.trace import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
 from prime_rl.utils.logger import get_logger

@@ -1,15 +1,19 @@
-"""Keeps a sink that fails, or hangs, away from the run."""
+"""Opens the sinks of metrics that a config turns on, each in its own thread: one that hangs does not stop a run."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from queue import Queue
 from typing import Any, Generic, TypeVar
 
+from prime_rl.configs.shared import MonitorConfig, WandbConfig
 from prime_rl.monitors.base import Metrics, Monitor
+from prime_rl.monitors.sink_packages import Attempt, SinkRun
 from prime_rl.utils.errors import RunError, first_line
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -147,3 +151,64 @@ def close_all(sinks: Sequence[Guarded[Any]], exit_code: int, limit_s: float = LI
 def _described(error: BaseException) -> str:
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+class Sinks:
+    """All sinks of a process, each in its own thread. They close at the same time."""
+
+    def __init__(self, wandb: GuardedTables | None, others: list[Guarded[Any]], limits: Limits) -> None:
+        self.wandb = wandb
+        self._limits = limits
+        self._all = [*([wandb] if wandb is not None else []), *others]
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for sink in self._all:
+            sink.log(metrics, step)
+
+    def close(self, exit_code: int = 0) -> None:
+        close_all(self._all, exit_code, self._limits.close_s)
+
+
+def open_sinks(
+    wandb: WandbConfig | None,
+    monitor: MonitorConfig,
+    run: SinkRun,
+    wandb_directory: Path,
+    limits: Limits = LIMITS,
+) -> Sinks:
+    """Start W&B, if configured, and the sinks of `[monitor]`.
+
+    Raises:
+        RunError: the user has to change something before a sink can start.
+    """
+    tables = None if wandb is None else GuardedTables("W&B", partial(_wandb, wandb, run, wandb_directory), limits)
+    return Sinks(tables, [Guarded(name, start, limits) for name, start in _starts(monitor, run)], limits)
+
+
+def _wandb(config: WandbConfig, run: SinkRun, directory: Path) -> Monitor:
+    # Imported late: wandb costs half a second.
+    from prime_rl.monitors.sink_packages import WandbMonitor
+
+    # The trainers share a name, as their files do.
+    part = "trainer" if run.component == "sft" else run.component
+    attempt = Attempt(run.paths.wandb_id(part), run.resumes)
+    return WandbMonitor(config, directory, dict(run.config), attempt)
+
+
+def _starts(config: MonitorConfig, run: SinkRun) -> Iterator[tuple[str, Callable[[], Monitor]]]:
+    if config.tensorboard is not None:
+        from prime_rl.monitors.sink_packages import TensorBoardMonitor
+
+        yield "TensorBoard", partial(TensorBoardMonitor, config.tensorboard, run)
+    if config.trackio is not None:
+        from prime_rl.monitors.sink_packages import TrackioMonitor
+
+        yield "Trackio", partial(TrackioMonitor, config.trackio, run)
+    if config.swanlab is not None:
+        from prime_rl.monitors.sink_packages import SwanLabMonitor
+
+        yield "SwanLab", partial(SwanLabMonitor, config.swanlab, run)
+    if config.mlflow is not None:
+        from prime_rl.monitors.sink_packages import MlflowMonitor
+
+        yield "MLflow", partial(MlflowMonitor, config.mlflow, run)

@@ -1,1 +1,0 @@
-"""Starts a run again after a failure, and tells who starts it."""
