@@ -234,7 +234,7 @@ def test_checkpoints_are_taken_as_they_appear_until_the_run_ends(tmp_path) -> No
 
 
 def test_unknown_tasks_are_named_before_a_model_is_loaded() -> None:
-    from medarc_rl.lm_eval.tasks import TaskFaults, find_tasks
+    from medarc_rl.lm_eval.worker import TaskFaults, find_tasks
 
     with pytest.raises(TaskFaults) as found:
         find_tasks(["gsm8", "med_term", "humaneval", "med_terms"], str(TASKS), allow_unsafe_code=False)
@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line(words: list[object], fault: str, tmp_path) -> Non
 
 
 def test_a_published_score_is_shown_only_for_the_same_setting() -> None:
-    from medarc_rl.lm_eval.published import published_score
+    from medarc_rl.lm_eval.scores import published_score
 
     settings = {"limit": None, "gen_kwargs": {}, "used_max_gen_toks": 256}
     facts = {"model": "Qwen/Qwen3-1.7B-Base", "chat_template": False, "settings": settings}

@@ -170,7 +170,7 @@ def _summary(kept: KeptRollouts) -> str:
 
 
 def _write_page(paths: RunPaths, file: Path) -> None:
-    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.charts import group_runs, open_runs
     from medarc_rl.report.write import write_report
 
     try:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_train
 from medarc_rl.report import pictures
 from medarc_rl.report.charts import Chart, Line, short, thinned
-from medarc_rl.report.page import LIBRARY, asset, island
+from medarc_rl.report.write import LIBRARY, asset, island
 
 
 def report(*words: object, pictures: bool = False) -> Result:
