@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from medarc_rl.lm_eval.plan import Candidate, Facts, Job, LmEvalPaths, Settings
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
-from prime_rl.utils.pydantic_config.errors import one_line
 
 # Results on disk: lm-eval's own, and our facts about them
 

@@ -17,7 +17,8 @@ from prime_rl.configs.surface.kinds import ROOTS, unknown_counts
 from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
 from prime_rl.configs.surface.renamed import NEWER, OLDER, SECTIONS_OF_RL, find_renamed, split_component
 from prime_rl.utils.pydantic_config.layers import Layer
-from prime_rl.utils.pydantic_config.schema import KeyPath, has_key
+from prime_rl.utils.pydantic_config.schema import has_key
+from prime_rl.utils.tables import KeyPath, leaves
 
 Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
 
@@ -147,18 +148,6 @@ def _excludes(path: KeyPath, value: Any, target: KeyPath) -> bool:
 def names(path: KeyPath) -> tuple[str, ...]:
     """The path without indices."""
     return tuple(part for part in path if isinstance(part, str))
-
-
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The values in nested tables and lists of tables, with their paths. An empty table is a value."""
-    if isinstance(value, dict) and (value or not path):
-        for name, item in value.items():
-            yield from leaves(item, (*path, name))
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
-    else:
-        yield path, value
 
 
 def assemble(values: Mapping[KeyPath, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.draft import Draft, Finding, Verdict, kind_of, leaves, versions_of
+from medarc_rl.migrate.draft import Draft, Finding, Verdict, kind_of, versions_of
 from medarc_rl.migrate.rules import (
     carry_by_tables,
     check,
@@ -25,8 +25,8 @@ from medarc_rl.migrate.rules import (
 from medarc_rl.migrate.text import Document, split_statements, write_layout
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.utils.pydantic_config import ConfigError
-from prime_rl.utils.pydantic_config.schema import KeyPath
 from prime_rl.utils.pydantic_config.toml_files import parse_toml
+from prime_rl.utils.tables import KeyPath, leaves
 
 MAX_BYTES = 64 * 1024
 MAX_VALUES = 1000

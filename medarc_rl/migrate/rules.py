@@ -24,9 +24,10 @@ from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
 from prime_rl.utils.pydantic_config.faults import faults_of, locate
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
-from prime_rl.utils.pydantic_config.schema import KeyPath, find_key, has_key, is_nullable, walk_fields
+from prime_rl.utils.pydantic_config.schema import find_key, has_key, is_nullable, walk_fields
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.toml_files import BASES_KEY, read_files
+from prime_rl.utils.tables import KeyPath
 
 # Environments, which other versions write in four other forms
 

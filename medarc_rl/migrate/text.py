@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from medarc_rl.migrate.draft import Draft, Placed, key_text, value_text
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 # Old text: statements, with the comments and blank lines around them
 

@@ -18,7 +18,6 @@ from medarc_rl.explain.origins import Explained, Setting
 from medarc_rl.explain.record import NAME as ORIGINS
 from medarc_rl.explain.screen import shortened
 from medarc_rl.explain.sources import Source
-from medarc_rl.migrate.draft import leaves
 from medarc_rl.report.charts import Chart, Group, Line, Section, Table, chart_of, short
 from medarc_rl.report.curves import (
     LOSS,
@@ -36,6 +35,7 @@ from prime_rl.history.trends import finite, trend
 from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.describe import value_text
+from prime_rl.utils.tables import leaves
 
 # The top of the page: tiles for one run, a table for several
 
