@@ -114,6 +114,7 @@ def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "weights" / f"step_{len(rewards)}" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_agent_of_openai_agents_trains_with_its_tool(tmp_path: Path) -> None:
     """The checkpoint that it starts from uses the tool in about two of three attempts."""
     shorter = ("--max-steps", "2", "--orchestrator.keep-rollouts.per-step", "16")
