@@ -67,11 +67,17 @@ HANDED_ON = {
     "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "of_rows"),
     "prime_rl.configs.supervised.evaluation.SFTEvalConfig": ("prime_rl.configs.supervised.evaluation", "eval"),
     "prime_rl.configs.rollouts.judges.JudgeEngineConfig": ("prime_rl.configs.rollouts.judges", "engine"),
-    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "to_vllm"),
-    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "to_vllm"),
+    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "model"),
+    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "model"),
+    **{
+        f"{place}.{key}": ("prime_rl.configs.rollouts.frozen", "max_concurrent")
+        for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")
+        for key in ("gpus", "device", "engine")
+    },
 }
-"""Sections all of whose keys are read in one expression: a loop over them, `model_dump`, or `getattr` with a computed
-name. The module, and the attribute through which it takes the section; mypy must see this read."""
+"""Keys and sections that are read where the checks above do not see it: in a loop over the keys, by `model_dump`, by
+`getattr` with a computed name, or by a launcher that another command starts. The module that does so, and an attribute
+of the same section that mypy sees it read, which shows that the value reaches this place."""
 
 BEFORE_LOADING = {
     "rl.allocation_mode": "launched.py takes it from the tables, because it decides what the other keys become",
