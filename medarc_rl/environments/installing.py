@@ -30,9 +30,9 @@ from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import one_line
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
-"""What an environment gets that does not say which verifiers it needs."""
+"""Requirement that is added for a package which does not name a version of verifiers."""
 Kind = Literal["own", "shared", "fitting"]
-"""Which interpreter an environment gets: `fitting` is the run's if it has what the environment requires."""
+"""Interpreter for an environment. `fitting`: the run's if it meets all requirements, otherwise a new one."""
 _LOOK = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -64,7 +64,7 @@ class InstallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to install, as uv takes it."""
+    """Argument of `uv pip install`."""
 
     text: str
     is_editable: bool
@@ -76,7 +76,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What the metadata of the environment's package say."""
+    """Metadata of the environment's package."""
 
     name: str
     version: str
@@ -110,7 +110,7 @@ def install_into(
 
     Raises:
         MedarcError: it cannot be installed.
-        UsageError: it is no environment, or does not fit.
+        UsageError: it is not an environment, or does not fit.
     """
     try:
         registry.all()

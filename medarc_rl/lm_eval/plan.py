@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What scores depend on, apart from the weights."""
+    """Settings that scores depend on, apart from the weights."""
 
     limit: int | None
     gen_kwargs: Mapping[str, Any]
@@ -154,12 +154,12 @@ class LmEvalPaths:
 
     @property
     def log(self) -> Path:
-        """What lm-eval and the libraries below it print."""
+        """Output of lm-eval and its libraries."""
         return self.root / "logs" / "lm_eval.log"
 
     @property
     def progress(self) -> Path:
-        """What the user sees."""
+        """Progress lines that the launcher shows."""
         return self.root / "logs" / "evaluation.log"
 
     @property
@@ -190,7 +190,7 @@ class LmEvalPaths:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What we add to lm-eval's results, under the key `medarc`."""
+    """Our addition to lm-eval's results, under the key `medarc`."""
 
     model: str
     candidate: str
@@ -204,7 +204,7 @@ class Facts:
     max_length: int
     seconds: float
     notes: tuple[str, ...] = ()
-    """What makes a score doubtful, such as answers that were cut off."""
+    """Reasons to doubt a score, such as truncated answers."""
 
 
 # What to evaluate: the weights of a run, or one model, and the model that they were trained from
@@ -224,11 +224,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the words of a command line stand for."""
+    """Weights to evaluate, found from the words of the command line."""
 
     groups: tuple[Group, ...]
     default_dir: Path
-    """Where results go unless the user says so."""
+    """Directory of the results if `--output-dir` does not name one."""
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -236,7 +236,7 @@ def find_weights(weights: str, base: str | None, no_base: bool, steps: Sequence[
     """Find the candidates in `weights`: all weights of a run's directory, or one model.
 
     Raises:
-        UsageError: there is nothing to evaluate, or a model that is named is none.
+        UsageError: there is nothing to evaluate, or a named directory does not hold a model.
     """
     if base is not None and no_base:
         raise UsageError("--base and --no-base exclude each other: give one")
@@ -292,7 +292,7 @@ def _of_model(weights: str, base: str | None, no_base: bool) -> Found:
 
 
 def candidate_of(folder: Path, served: str) -> Candidate:
-    """The candidate in a folder of a run. A broadcast has no tokenizer of its own."""
+    """The candidate in a folder of a run. Broadcasts lack a tokenizer: the served model's is used."""
     has_tokenizer = (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file()
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     return Candidate(folder.name, str(folder) if has_tokenizer else served, str(folder.resolve()), is_adapter)
@@ -405,7 +405,7 @@ def _prepare(plan: LmEvalPlan, config: InferenceConfig, site: Site) -> None:
 def _processes(plan: LmEvalPlan, config: InferenceConfig, site: Site) -> tuple[ProcessSpec, ...]:
     paths, run = plan.paths, RunPaths(plan.paths.root)
     server = plan_server("medarc_train lm-eval", config, run, site, waits_for=paths.tasks_found)
-    # lm-eval itself computes nothing with a model; datasets and tokenizers print bars of their own.
+    # lm-eval itself needs no GPU, because the server runs the model. datasets and tokenizers would print progress bars.
     env = {**site.bytecode, MASK_VARIABLE: "", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     evaluator = ProcessSpec(
         EVALUATOR,
@@ -453,5 +453,5 @@ def _say(screen: TextIO, line: str) -> None:
 
 
 def screen_for(as_json: bool) -> TextIO:
-    """Where progress goes: not between the results, if a program reads them."""
+    """Stream for progress: stderr with `--json`, so that stdout holds one JSON document."""
     return sys.stderr if as_json else sys.stdout

@@ -52,7 +52,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result | None:
-    """The result in a file; None if there is no such file, or none that can be read."""
+    """The result in a file; None if it is missing or unreadable."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ class Row:
 
 
 def metrics_of(content: Mapping[str, Any], asked: str) -> list[Metric]:
-    """The scores of the task or group that was asked for; of a group that has none of its own, those of its tasks."""
+    """Scores of the requested task or group. A group without scores gives those of its tasks."""
     results: Mapping[str, Any] = {**content["results"], **(content.get("groups") or {})}
     own = list(_metrics(asked, results[asked])) if asked in results else []
     return own or [metric for task, scores in results.items() for metric in _metrics(task, scores)]
@@ -357,7 +357,7 @@ def _difference_text(row: Row) -> str:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table must know, one line each."""
+    """Notes below the table, one line each."""
     lines: list[Any] = []
     if any(row.difference for row in rows):
         lines.append("* more than two standard errors from the base model (paired by question where possible)")

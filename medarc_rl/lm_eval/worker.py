@@ -279,7 +279,7 @@ def _shots(shots: int | None) -> str:
 
 
 def _doubts(found: dict[str, Any], job: Job) -> list[str]:
-    """What lm-eval's results say about themselves."""
+    """Reasons to doubt the scores that lm-eval's results show: other shots than requested, unparsed answers."""
     lines = []
     used = sorted(set(found.get("n-shot", {}).values()))
     if job.shots is not None and used not in ([job.shots], []):

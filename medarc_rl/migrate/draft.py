@@ -220,7 +220,7 @@ def _unicode_escape(char: str) -> str:
 
 
 IN_EVERY_VERSION = ("clean",)
-"""Keys that both older and newer versions have, so that they do not tell the version."""
+"""Keys that older and newer versions share. They do not identify the version."""
 
 
 def kind_of(settings: Mapping[KeyPath, Any]) -> str:

@@ -312,7 +312,7 @@ def _new_path(table: KeyPath, settings: list[KeyPath], targets: Targets, blocks:
 def _lines_of(
     statement: Statement, targets: Targets, home: Block, whole: KeyPath | None, draft: Draft
 ) -> Iterator[Assignment | str]:
-    """What replaces a statement: itself at `whole`, other assignments, a comment if it was refused, or nothing."""
+    """Replacement of a statement: itself at `whole`, other assignments, a comment if it was refused, or nothing."""
     lead, comment = statement.attached, statement.comment
     if home.source is statement:
         lead = comment = ""
@@ -340,7 +340,7 @@ def _setting(path: KeyPath, value: str) -> str:
 
 
 def _whole(statement: Statement, targets: Targets, draft: Draft) -> KeyPath | None:
-    """New path of a statement whose settings all move together, unchanged, to a table of their own; else None."""
+    """New path of a statement whose settings all move together, unchanged, and alone into their table; else None."""
     homes: set[KeyPath | None] = set()
     for old, settings in targets.items():
         rest = old[len(statement.path) :]

@@ -52,13 +52,13 @@ class Chart:
 
     @property
     def note(self) -> str:
-        """What its bands are."""
+        """Sentence that explains the bands."""
         bands = dict.fromkeys(line.band.title for line in self.lines if line.band is not None)
         return f"Band: {', '.join(bands)}." if bands else ""
 
     @property
     def summary(self) -> str:
-        """What a screen reader says."""
+        """Text for screen readers: first and last value of each line."""
         parts = []
         for line in self.lines:
             shown = {step: value for step, value in line.values.items() if math.isfinite(value)}
@@ -148,7 +148,7 @@ class Table:
     is_numeric: bool = True
     """Whether all columns but the first hold numbers."""
     is_wide: bool = False
-    """Whether it stands in a row of its own."""
+    """Whether the page gives it a whole row."""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class Group:
 
 
 def open_runs(directories: Sequence[Path]) -> list[RunHistory]:
-    """Raises UsageError with one line for each directory that is no run."""
+    """Open the runs to compare. Raises UsageError with one line for each directory that is not a run."""
     found, faults = [], []
     for directory in directories:
         try:
@@ -235,7 +235,7 @@ def group_runs(runs: Sequence[RunHistory], labels: Sequence[str]) -> list[Group]
     """Group runs by `--label RUN=LABEL`, where RUN is a run's directory or its name.
 
     Raises:
-        UsageError: an option is no `RUN=LABEL`, or names no run of the report.
+        UsageError: an option is not `RUN=LABEL`, or does not name a run of the report.
     """
     names = unique_names(runs)
     chosen: dict[int, str] = {}

@@ -281,7 +281,7 @@ def evaluation_table(run: RunHistory) -> Table | None:
 
 
 def data_section(groups: Sequence[Group]) -> Section:
-    """What became of the rows of SFT's data."""
+    """Counts of SFT rows: read, cut, and dropped with the reason."""
     section = Section("data", "Data")
     runs = [run for group in groups for run in group.runs if run.kind == "sft"]
     counts = [{name: run.metrics.last(name, run.trainer) for name in _ROW_COUNTS} for run in runs]

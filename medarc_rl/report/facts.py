@@ -282,7 +282,7 @@ class RunConfig:
     run: RunHistory
     values: Sequence[Explained]
     notable: Sequence[Explained]
-    """Those that are not defaults."""
+    """Values that differ from their defaults."""
     fault: str = ""
     """Why this version cannot load the config; the values are then those of the files, without defaults' names."""
 
