@@ -21,7 +21,7 @@ PAUSES = {"sleep", "wait_for", "poll", "select"}
 
 NOT_WAITS = {
     "orchestrator/env_server.py:_parent_exit": "runs next to the server, and ends with its parent",
-    "orchestrator/rollouts/chat_client.py:ChatChannel._post_with_retries": "retries a limited number of times",
+    "orchestrator/servers/channel.py:ChatChannel._post_with_retries": "retries a limited number of times",
     "orchestrator/scheduling/lag.py:LoopLag.measure": "runs next to the steps",
     "orchestrator/servers/elastic.py:ElasticPool._discover": "its limit is in `_check_not_empty`",
     "orchestrator/servers/policy.py:Policy.follow": "runs next to the steps, which wait in `require_version`",

@@ -31,10 +31,13 @@ from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
 from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import argument_faults, reward_functions, weight_faults, without_answers
 from prime_rl.orchestrator.env_servers.server_life import ServerLives
+from prime_rl.orchestrator.env_servers.service import TOKEN_CLIENT
 from prime_rl.orchestrator.env_servers.tunnel import Tunnel
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
 from prime_rl.orchestrator.guests.inside.returned import wrong_type
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
+from prime_rl.orchestrator.proxy.in_memory import SessionClient
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import (
@@ -46,7 +49,7 @@ from prime_rl.orchestrator.rollouts.rollout import (
     read_rollout,
 )
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
-from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.servers.server import MAX_RETRIES, InferenceServer
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
@@ -102,6 +105,7 @@ class Environment:
         """That of the trained model, if it is known: no rollout may have other tokens."""
         self._tunnel: Tunnel | None = None
         self._server_lives = ServerLives()
+        self._ends = EndsOfTurns()
         self._rows: Dataset = env.get_dataset() if split == "train" else env.get_eval_dataset()
 
         self.failures = Failures(name, max_failed_groups)
@@ -239,7 +243,7 @@ class Environment:
             with calling, self._named_failures():
                 group = self.vf_env.run_group(
                     [self._rows[example.row]] * request.size,
-                    server.client if self.vf_env.env_client is None else server.client_config,
+                    self._client(server),
                     server.model,
                     copy.deepcopy(request.sampling_args),  # the environment may change them, for this group alone
                     request.max_retries,
@@ -253,6 +257,18 @@ class Environment:
         for rollout in rollouts:
             rollout.prompt_id = self.prompt_id(example.row)
         return rollouts
+
+    def _client(self, server: InferenceServer) -> vf.Client | vf.ClientConfig:
+        """How the environment asks the model: here through the recording proxy, in its server through the one there."""
+        if self.vf_env.env_client is None:
+            return SessionClient(server, self._ends, server.takes_tokens)
+        return vf.ClientConfig(
+            client_type=TOKEN_CLIENT if server.takes_tokens else "openai_chat_completions",
+            api_base_url=server.base_url,
+            timeout=server.timeout_s,
+            max_retries=MAX_RETRIES,
+            extra_headers=server.headers,
+        )
 
     @contextlib.contextmanager
     def _named_failures(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
+from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan
 
 
 class CallDetails(msgspec.Struct, frozen=True):
@@ -29,8 +29,7 @@ class CallDetails(msgspec.Struct, frozen=True):
     """Unix time."""
 
     @classmethod
-    def from_reply(cls, reply: ChatReply) -> Self:
-        choice = reply.choices[0]
+    def from_reply(cls, reply: ChatReply, choice: Choice) -> Self:
         return cls(tuple(choice.weight_versions or ()), choice.finish_reason, reply.started_s, reply.ended_s)
 
     @classmethod
@@ -110,9 +109,12 @@ class ModelCall:
             )
 
     @classmethod
-    def from_reply(cls, reply: ChatReply) -> Self | None:
-        """The call that `reply` answers, or None if the reply has no token ids or log-probabilities."""
-        choice = reply.choices[0]
+    def from_reply(cls, reply: ChatReply, choice: Choice) -> Self | None:
+        """The call that one choice of `reply` answers; None if it has no token ids or log-probabilities.
+
+        Raises:
+            MalformedRollout: it does not have as many of both.
+        """
         logprobs = None if choice.logprobs is None else choice.logprobs.content
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
             return None
@@ -121,7 +123,7 @@ class ModelCall:
             completion_ids=choice.token_ids,
             completion_logprobs=[token.logprob for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
-            details=CallDetails.from_reply(reply),
+            details=CallDetails.from_reply(reply, choice),
         )
 
     @property
@@ -159,7 +161,7 @@ class TokenTrace:
 
     def record(self, reply: ChatReply) -> ModelCall | None:
         """Append the call that `reply` answers; None, and nothing recorded, if the reply has no tokens."""
-        call = ModelCall.from_reply(reply)
+        call = ModelCall.from_reply(reply, reply.choices[0])
         return None if call is None else self.append(call)
 
     def append(self, call: ModelCall) -> ModelCall:
