@@ -18,9 +18,9 @@ from verifiers.types import AssistantMessage, UserMessage
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.env_servers.in_memory import SessionClient
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
-from prime_rl.orchestrator.proxy.in_memory import SessionClient
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args

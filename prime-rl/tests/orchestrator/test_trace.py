@@ -11,7 +11,9 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.loading import load_environments
+from prime_rl.orchestrator.env_servers.port import PortWorker
 from prime_rl.orchestrator.env_servers.service import EnvironmentService
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
 from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
@@ -120,10 +122,10 @@ async def test_raw_replies_give_the_samples_of_the_environment_that_received_the
 @pytest.mark.usefixtures("importable_environments")
 async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, unused_tcp_port: int) -> None:
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
-    service = EnvironmentService(load().vf_env, address)
+    service = EnvironmentService(load().worker.env, address)
     serving = asyncio.create_task(service.serve())
     environment = load()
-    environment.address = address
+    environment.worker = PortWorker("letters-env", environment.worker.env, address)
     await environment.connect()
     rollout = await converse(environment, policy_server, use_tokens=True)
     await environment.close()

@@ -1,23 +1,34 @@
-"""The door to the model for verifiers environments of this process: the recording proxy without a socket."""
+"""Runs verifiers environments in this process. They ask the model through the recording proxy, without a socket."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import verifiers as vf
 from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import ClientConfig, Response
 
+from prime_rl.monitors.tracing import own_trace
+from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split
+from prime_rl.orchestrator.env_servers.failures import in_time
+from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.completions import exchange, rendering
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.proxy.recording import Session, Upstream, flat
+from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.replies import ChatReply
+from prime_rl.orchestrator.rollouts.rollout import OVERLONG_PROMPT, REWARD_ERRORS, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.channel import OverlongPrompt
+
+STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS, OVERLONG_PROMPT]
+"""What a rollout's output has besides what verifiers always gives."""
 
 
 class SessionClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
@@ -78,3 +89,56 @@ class SessionClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
 
     async def close(self) -> None:
         """The connections belong to the server."""
+
+
+class VerifiersWorker:
+    """Runs a verifiers environment in this process."""
+
+    def __init__(self, env: vf.Environment) -> None:
+        self.env = env
+        self._ends = EndsOfTurns()
+
+    def describe(self, split: Split) -> Described:
+        return described(self.env, split)
+
+    async def open(self) -> None:
+        """Nothing: the proxy needs no socket."""
+
+    async def roll_out(self, group: GroupRequest) -> list[Rollout]:
+        """verifiers retries up to `max_retries` times after a server or sandbox error."""
+        client = SessionClient(group.server, self._ends, group.server.takes_tokens)
+        async with in_time(group.timeout_s, group.example.env, group.example.row):
+            outputs = await outputs_of(self.env, group, client)
+        return rollouts_of(outputs, group)
+
+    def waits_for(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def described(env: vf.Environment, split: Split) -> Described:
+    rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
+    return Described(rows, reward_functions=reward_functions(env.rubric), tools=env.tool_defs or ())
+
+
+async def outputs_of(env: vf.Environment, group: GroupRequest, client: vf.Client | vf.ClientConfig) -> list[Any]:
+    """What verifiers returns for a group: a dictionary for each rollout."""
+    outputs: list[Any] = await env.run_group(
+        [group.row] * group.size,
+        client,
+        group.server.model,
+        copy.deepcopy(group.sampling_args),  # the environment may change them, for this group alone
+        group.max_retries,
+        state_columns=STATE_COLUMNS,
+    )
+    return outputs
+
+
+def rollouts_of(outputs: Sequence[Mapping[str, Any]], group: GroupRequest) -> list[Rollout]:
+    """Raises MalformedRollout."""
+    record_rollouts(own_trace(), outputs, group.example)
+    return [
+        read_rollout(output, group.example, group.temperature, group.version, group.vocab_size) for output in outputs
+    ]
