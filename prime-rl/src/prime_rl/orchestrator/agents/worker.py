@@ -24,6 +24,7 @@ from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, MalformedRollout
 from prime_rl.orchestrator.guests.process import (
     BLOCKED_S,
+    INSIDE,
     Guest,
     GuestEnded,
     GuestError,
@@ -157,8 +158,10 @@ class AgentWorker:
             return {"error": "SessionTimeout", "detail": f"no agent ended it within {self._keys.timeout_s:g} s"}
         except InvalidReward as error:
             return {"error": "InvalidReward", "detail": str(error)}
-        except (GuestEnded, GuestError) as error:
+        except GuestEnded as error:
             return {"error": "AgentFailed", "detail": str(error)}
+        except GuestError as error:  # what it returned cannot be sent
+            return {"error": error.kind, "detail": str(error).removeprefix(f"{error.kind}: ")}
         # An agent that returns nothing may have set rewards over HTTP.
         return {} if outcome.get("is_rejected") and session.is_rewarded else outcome
 
@@ -205,7 +208,7 @@ def agent_guest(
     """What to start, in the interpreter `python` or in this one. `place` is the config key, for messages."""
     ours = [entry for entry in sys.path if entry] if python is None else []
     attributes = {"path": [str(Path.cwd()), *ours]}
-    program = (str(Path(__file__).with_name("boot.py")),)
+    program = (str(INSIDE / "__main__.py"), "--agent")
     return Guest(place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET)
 
 

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from prime_rl.orchestrator.env_servers.reward_errors import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, JudgeFault, OrchestratorError
+from prime_rl.orchestrator.guests.inside.reward_records import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 
 WINDOW = 32

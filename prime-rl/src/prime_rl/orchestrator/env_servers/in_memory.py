@@ -17,12 +17,14 @@ from prime_rl.orchestrator.env_servers.environment import Described, GroupReques
 from prime_rl.orchestrator.env_servers.failures import in_time
 from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.guests.inside.reward_records import KEY as REWARD_ERRORS
+from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.orchestrator.proxy.completions import exchange, rendering
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.proxy.recording import Session, Upstream, flat
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.replies import ChatReply
-from prime_rl.orchestrator.rollouts.rollout import OVERLONG_PROMPT, REWARD_ERRORS, Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.channel import OverlongPrompt

@@ -23,11 +23,11 @@ from prime_rl.orchestrator.env_servers.exits import contain_exits
 from prime_rl.orchestrator.env_servers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
 from prime_rl.orchestrator.env_servers.port import PortWorker
-from prime_rl.orchestrator.env_servers.reward_errors import record_reward_errors
 from prime_rl.orchestrator.env_servers.rubrics import argument_faults, weight_faults, without_answers
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
 from prime_rl.orchestrator.guests.inside.returned import wrong_type
+from prime_rl.orchestrator.guests.inside.reward_records import record_reward_errors
 from prime_rl.orchestrator.guests.process import Guest, ProcessWorker
 from prime_rl.utils.logger import get_logger
 

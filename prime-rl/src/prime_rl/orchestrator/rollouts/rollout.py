@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.guests.inside.reward_records import KEY as REWARD_ERRORS
+from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.utils.pydantic_config.errors import one_line
 
@@ -18,12 +20,6 @@ MAX_REWARD = 1e15
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 """What reading the dictionaries of an environment raises, if they hold anything else than verifiers promises."""
-
-REWARD_ERRORS = "reward_errors"
-"""Key of a rollout's state: a list of `{"function", "traceback"}`, one for each reward function that failed."""
-
-OVERLONG_PROMPT = "overlong_prompt"
-"""Key of a rollout's state: why the server refused a prompt as too long."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
