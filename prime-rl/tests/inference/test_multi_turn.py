@@ -67,4 +67,4 @@ def assert_exact(reference: Any, sample: Any) -> None:
     """The recorded log-probabilities equal the model's for the sample's own tokens in context."""
     expected = torch.tensor(reference.logprobs(sample.prompt_ids, sample.completion_ids))
     used = torch.tensor(sample.completion_mask)
-    torch.testing.assert_close(torch.tensor(sample.completion_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(sample.inference_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)

@@ -427,7 +427,7 @@ async def test_a_workflow_returns_its_own_sequences_each_with_its_reward(in_proc
     assert bytes(short.completion_ids) == b"abc\x03"
     assert bytes(long.completion_ids) == b"abc\x03\x01\x02abcabc\x03"
     assert long.completion_mask == [True] * 4 + [False] * 2 + [True] * 7
-    assert long.completion_logprobs == [-0.5] * 4 + [0.0] * 2 + [-0.5] * 7
+    assert long.inference_logprobs == [-0.5] * 4 + [0.0] * 2 + [-0.5] * 7
     assert (await in_process("my_agents:Tokens", {"text": "reject"}))[0] == {"is_rejected": True}
 
 

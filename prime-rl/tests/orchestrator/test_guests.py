@@ -196,7 +196,7 @@ async def test_a_group_comes_back_scored_with_the_sampled_tokens_and_their_versi
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     (turn,) = rollouts[0].trace.calls
     assert bytes(turn.completion_ids[:-1]) == b"olleh"
-    assert turn.completion_logprobs == [-1.5] * 6
+    assert turn.inference_logprobs == [-1.5] * 6
     assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
     assert rollouts[0].metrics["reversed_text"] == 1.0
     sent = policy_server.requests[-1]

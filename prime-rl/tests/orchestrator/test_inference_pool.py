@@ -236,7 +236,7 @@ async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_s
     assert tokens.completion_ids == [*map(ord, "cba"), 3]
     assert tokens.completion_logprobs == [-2.5] * 4
     details = CallDetails.from_builtins(response.call)
-    assert (details.version_spans, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
+    assert (details.weight_versions, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
     assert details.started_s <= details.ended_s
     (request,) = policy_server.requests
     assert (request["max_completion_tokens"], request["temperature"], request["top_k"]) == (8, 0.7, -1)

@@ -186,7 +186,7 @@ def test_three_incompatible_versions_train_in_one_run(
     assert batch is not None
     trained = [bytes(sample.completion_ids) for sample in batch.examples]
     assert b"0 ksat\x03" in trained
-    assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-0.5}
+    assert {logprob for sample in batch.examples for logprob in sample.inference_logprobs} == {-0.5}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")

@@ -49,8 +49,8 @@ def test_a_reply_is_recorded_with_tokens_versions_finish_reason_and_time() -> No
     assert trace.calls == [call]
     assert (call.prompt_ids, call.prompt_mask) == ([1, 2, 3], [False] * 3)
     assert (call.completion_ids, call.completion_mask) == ([97, 98], [True, True])
-    assert call.completion_logprobs == [-0.5, -0.25]
-    assert [(span.version, span.start, span.end) for span in call.details.version_spans] == [(4, 0, 1), (5, 1, 2)]
+    assert call.inference_logprobs == [-0.5, -0.25]
+    assert [(span.version, span.start, span.end) for span in call.details.weight_versions] == [(4, 0, 1), (5, 1, 2)]
     assert (call.details.finish_reason, call.details.started_s, call.details.ended_s) == ("length", 10.0, 12.5)
     assert trace.oldest_version == 4
 
@@ -115,8 +115,8 @@ async def test_raw_replies_give_the_samples_of_the_environment_that_received_the
     samples = to_samples(rollout)
     assert samples == samples_of_raw_replies(policy_server.answers, rollout)
     assert [sample.version for sample in samples] == [1]
-    assert samples[0].completion_logprobs[0] == -1.5
-    assert samples[0].completion_logprobs[-1] == -2.5
+    assert samples[0].inference_logprobs[0] == -1.5
+    assert samples[0].inference_logprobs[-1] == -2.5
 
 
 @pytest.mark.usefixtures("importable_environments")

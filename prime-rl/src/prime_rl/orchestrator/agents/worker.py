@@ -262,9 +262,9 @@ def _call_of(sequence: Mapping[str, Any]) -> ModelCall:
     return ModelCall(
         prompt=Prompt.of(sequence["ids"][:start]),
         completion_ids=sequence["ids"][start:],
-        completion_logprobs=sequence["logprobs"][start:],
+        inference_logprobs=sequence["logprobs"][start:],
         completion_mask=mask[start:],
-        details=CallDetails.from_builtins({"version_spans": spans}),
+        details=CallDetails.from_builtins({"weight_versions": spans}),
     )
 
 

@@ -249,7 +249,7 @@ def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> Toke
 def _checked(trace: TokenTrace) -> TokenTrace:
     """Raises ValueError: a server may answer with anything."""
     for call in trace.calls:
-        _finite(call.completion_logprobs)
+        _finite(call.inference_logprobs)
         for ids in (call.prompt.added, call.completion_ids):
             if ids and not 0 <= min(ids) <= max(ids) < 2**31:
                 raise ValueError(f"the token id {min(ids)} or {max(ids)}")
@@ -264,7 +264,7 @@ def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
             msgspec.convert(tokens["prompt_ids"], _TokenIds), [bool(flag) for flag in tokens["prompt_mask"]]
         ),
         completion_ids=msgspec.convert(tokens["completion_ids"], _TokenIds),
-        completion_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
+        inference_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
         completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
         details=CallDetails.from_builtins(get("call") if get else None),
     )

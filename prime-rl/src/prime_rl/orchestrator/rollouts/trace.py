@@ -20,7 +20,7 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpa
 class CallDetails(msgspec.Struct, frozen=True):
     """A model call apart from its tokens. Servers other than ours may not report all of it."""
 
-    version_spans: tuple[VersionSpan, ...] = ()
+    weight_versions: tuple[VersionSpan, ...] = ()
     """Policy versions that sampled the completion, in order of its tokens."""
     finish_reason: str | None = None
     started_s: float | None = None
@@ -44,7 +44,7 @@ class CallDetails(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int | None:
-        return min((span.version for span in self.version_spans), default=None)
+        return min((span.version for span in self.weight_versions), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ModelCall:
 
     prompt: Prompt
     completion_ids: list[int]
-    completion_logprobs: list[float]
+    inference_logprobs: list[float]
     completion_mask: list[bool]
     """Which completion tokens may be trained on."""
     details: CallDetails = field(default_factory=CallDetails)
@@ -102,7 +102,7 @@ class ModelCall:
         Raises:
             MalformedRollout: tokens, mask and log-probabilities differ in length.
         """
-        ids, mask, logprobs = len(self.completion_ids), len(self.completion_mask), len(self.completion_logprobs)
+        ids, mask, logprobs = len(self.completion_ids), len(self.completion_mask), len(self.inference_logprobs)
         if not ids == mask == logprobs:
             raise MalformedRollout(
                 f"a completion has {ids} tokens, {mask} mask entries and {logprobs} log-probabilities"
@@ -121,7 +121,7 @@ class ModelCall:
         return cls(
             prompt=Prompt.of(reply.prompt_token_ids),
             completion_ids=choice.token_ids,
-            completion_logprobs=[token.logprob for token in logprobs],
+            inference_logprobs=[token.logprob for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
             details=CallDetails.from_reply(reply, choice),
         )
@@ -182,9 +182,9 @@ class TokenTrace:
         """
         counts: Counter[int] = Counter()
         for call in self.calls:
-            for span in call.details.version_spans:
+            for span in call.details.weight_versions:
                 counts[span.version] += sum(call.completion_mask[span.start : span.end])
-            covered = max((span.end for span in call.details.version_spans), default=0)
+            covered = max((span.end for span in call.details.weight_versions), default=0)
             counts[unreported] += sum(call.completion_mask[covered:])
         return +counts
 
