@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from prime_rl.environments.rewards.building import build
-from prime_rl.environments.rewards.code.extraction import completed, program_in
-from prime_rl.environments.rewards.code.programs import apps, humaneval, mbpp, sandbox_of
+from prime_rl.environments.rewards.code import apps, completed, humaneval, mbpp, program_in, sandbox_of
 from prime_rl.environments.rewards.pool import RewardPool
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.sandbox.layers import SandboxFault
 from prime_rl.environments.sandbox.sandbox import Sandbox
 

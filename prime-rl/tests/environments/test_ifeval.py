@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from prime_rl.environments.rewards.ifeval.counting import sentences
-from prime_rl.environments.rewards.ifeval.instructions import CONSTRAINTS, RLVR, follows, if_multi, ifeval
-from prime_rl.environments.rewards.ifeval.language import detected
+from prime_rl.environments.rewards.ifeval import CONSTRAINTS, RLVR, follows, if_multi, ifeval, sentences
+from prime_rl.environments.rewards.languages import detected
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["Dose", "pain"]}, "a dose for pain", "a dose"),

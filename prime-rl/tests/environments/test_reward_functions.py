@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.environments.rewards import registry
 from prime_rl.environments.rewards.calling import load
-from prime_rl.environments.rewards.specs import RewardFault, RewardSpec
+from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
 
 MATRIX = r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"
 SCHEMA = {"type": "object", "required": ["dose"], "properties": {"dose": {"type": "number", "minimum": 0}}}
@@ -132,7 +132,7 @@ def test_areal_names_rewards_by_dataset() -> None:
         ("gsm8k", {"answer": "1", "mode": "loose"}, "gsm8k has no mode 'loose'"),
         ("numeric", {"answer": "1", "substance": "kryptonite"}, "no molar mass of 'kryptonite'"),
         ("json_schema", {"schema": '{"type": 3}'}, "not a JSON schema"),
-        ("humaneval", {"test": "", "entry_point": "f(); g"}, "is no name of a function"),
+        ("humaneval", {"test": "", "entry_point": "f(); g"}, "is not the name of a function"),
     ],
 )
 def test_a_wrong_argument_is_named(name: str, row: dict[str, Any], text: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from prime_rl.environments.rewards import pool as pool_module
 from prime_rl.environments.rewards.building import Rewards, build
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.rewards.wire import encode, receive, send
 
 FUNCTIONS = """

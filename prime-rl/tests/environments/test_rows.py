@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.environments.rewards.registry import resolve
-from prime_rl.environments.rewards.specs import RewardSpec
+from prime_rl.environments.rewards.registry import RewardSpec, resolve
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
 from prime_rl.environments.rows.loading import load_problems

@@ -11,8 +11,7 @@ from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.adapters.options import READERS, missing_package
 from prime_rl.environments.builtin import BUILT_IN, built_in_module
-from prime_rl.environments.rewards.registry import resolve
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault, resolve
 from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.pydantic_config import ConfigError

@@ -23,7 +23,7 @@ from prime_rl.environments.judging.weighted_rubric import (
     score,
 )
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 _FAIR = 0.4
 """Cohen's kappa below which Landis and Koch (1977) call an agreement fair or slight."""

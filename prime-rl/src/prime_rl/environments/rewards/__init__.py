@@ -1,1 +1,1 @@
-"""Reward functions by registry name or dotted path, each run in a worker process with a time limit."""
+"""Reward functions by registered name or path, called in worker processes with a time limit."""

@@ -1,4 +1,8 @@
-"""From specs to reward functions of a verifiers environment: `build(["math"]).rubric()`."""
+"""Builds reward functions from specs: `build(["math"]).rubric()` is the rubric of a verifiers environment.
+
+`build` resolves names, has a worker import each function, and makes a `Part` of it. `Rewards` calls the parts: in a
+worker process, or here if a function is async or takes an object of this process.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import verifiers as vf
 from pydantic import TypeAdapter, ValidationError
 
 from prime_rl.environments.rewards.calling import HERE_ONLY, BadFunction, arguments, checked, load
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
-from prime_rl.environments.rewards.registry import resolve
-from prime_rl.environments.rewards.specs import OnTimeout, Reward, RewardFault, RewardSpec
+from prime_rl.environments.rewards.registry import OnTimeout, Reward, RewardFault, RewardSpec, resolve
 from prime_rl.environments.rewards.text import text_of
 from prime_rl.utils.logger import get_logger
 
-if TYPE_CHECKING:
-    import verifiers as vf
-
 TIMEOUTS = "reward_timeouts"
-"""Key of a rollout's state: how often each part of its reward ran out of time, by name."""
+"""Key of a rollout's state: number of calls that timed out, by part."""
 _AREAL = frozenset({"prompt", "completions", "prompt_ids", "completion_ids"})
 """Arguments of AReaL's signature."""
 _VERIFIERS_OWN = {"prompt", "completion", "answer", "info", "state", "task", *HERE_ONLY}
@@ -40,7 +41,7 @@ class Part:
         self.args = spec.args
         self.parameters: list[str] = description["parameters"]
         self.note: str = description["note"]
-        is_known = _is_registered(spec.fn) or _AREAL.issubset(self.parameters)
+        is_known = spec.is_registered or _AREAL.issubset(self.parameters)
         self.on_timeout: OnTimeout = spec.on_timeout or ("zero" if is_known else "fail")
         runs_here = description["is_async"] or any(name in HERE_ONLY for name in self.parameters)
         self.function: Callable[..., Any] | None = load(path) if runs_here else None
@@ -48,7 +49,7 @@ class Part:
 
 
 class Rewards:
-    """The parts of a reward. Close it to let go of the worker processes."""
+    """The parts of a reward, and the pool that calls them. Close it when done: shared pools count their users."""
 
     def __init__(self, parts: Sequence[Part], pool: RewardPool) -> None:
         self.parts = list(parts)
@@ -57,10 +58,12 @@ class Rewards:
         self._warned: set[str] = set()
 
     async def score(self, prompt: Any, completion: Any, row: Mapping[str, Any], **more: Any) -> dict[str, float]:
-        """Value of each part by its name, and the weighted sum as `reward`. `more`: `prompt_ids`, `completion_ids`.
+        """Score one completion: the value of each part by name, and their weighted sum as `reward`.
+
+        `more` may have `prompt_ids` and `completion_ids`.
 
         Raises:
-            RewardError: a part failed. One that runs out of time is 0, or fails with `on_timeout = "fail"`.
+            RewardError: a part failed. A part that times out counts as 0, or fails with `on_timeout = "fail"`.
         """
         state: dict[str, Any] = {"prompt": prompt, "completion": completion, "input": dict(row), **more}
         objects = {"prompt": prompt, "completion": completion, "state": state, **row}
@@ -69,15 +72,13 @@ class Rewards:
         return {**named, "reward": sum(part.weight * named[part.name] for part in self.parts)}
 
     def functions(self) -> list[tuple[Callable[..., Awaitable[float]], float]]:
-        """Each part as an async function for a verifiers rubric, with its weight. The last ones only count timeouts."""
+        """Each part as an async function for a verifiers rubric, with its weight, and functions that count timeouts."""
         counted = [part for part in self.parts if part.on_timeout == "zero"]
         parts = [(self._function(part), part.weight) for part in self.parts]
-        return [*parts, *((_timeouts_of(part), 0.0) for part in counted)]
+        return [*parts, *((self._timeouts(part), 0.0) for part in counted)]
 
     def rubric(self) -> vf.Rubric:
-        """A rubric of these parts. It lets go of the worker processes at its teardown."""
-        from prime_rl.environments.rewards.rubric import PooledRubric
-
+        """A rubric of these parts, which closes them at its teardown."""
         return PooledRubric(self)
 
     def close(self) -> None:
@@ -89,8 +90,16 @@ class Rewards:
         async def reward(state: Any, **objects: Any) -> float:
             return await self._value(part, {**objects, "state": state})
 
-        reward.__name__ = reward.__qualname__ = part.name
+        reward.__name__ = reward.__qualname__ = part.name  # verifiers names metrics after functions
         return reward
+
+    @staticmethod
+    def _timeouts(part: Part) -> Callable[..., Awaitable[float]]:
+        async def timeouts(state: Any, **_: Any) -> float:
+            return float(state.get(TIMEOUTS, {}).get(part.name, 0))
+
+        timeouts.__name__ = timeouts.__qualname__ = timeouts_of(part.name)
+        return timeouts
 
     async def _value(self, part: Part, objects: Mapping[str, Any]) -> float:
         given = _given(part, objects)
@@ -112,9 +121,10 @@ class Rewards:
 
 
 def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | None = None) -> Rewards:
-    """Reward functions from names, paths and tables (`RewardSpec`), imported once in a worker.
+    """Make reward functions of names, paths and tables (`RewardSpec`).
 
-    `workers` is the number of processes; pools of the same number are shared. `pool` is one of the caller's own.
+    `workers` is the number of worker processes; `build` calls with equal numbers share a pool. `pool` is a pool that
+    the caller owns.
 
     Raises:
         RewardFault: a spec is malformed, a name unknown, a function not importable, or two parts have one name.
@@ -136,12 +146,12 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
             release(pool)
         raise
     for note in dict.fromkeys(part.note for part in parts if part.note):
-        _say_once(note)
+        _log_once(note)
     return Rewards(parts, pool)
 
 
 @functools.cache
-def _say_once(note: str) -> None:
+def _log_once(note: str) -> None:
     get_logger().info(note)
 
 
@@ -161,7 +171,7 @@ def _parsed(specs: Sequence[Any]) -> list[RewardSpec]:
 
 
 def _given(part: Part, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What the function may ask for, as data: only what its signature names, and the columns of the row."""
+    """The values that a function may ask for: those that its signature names, and the columns of the row."""
     state = objects["state"]
     prompt, completion = objects.get("prompt"), objects.get("completion")
     row = {**_columns(objects.get("info")), **{name: objects[name] for name in objects if name not in _VERIFIERS_OWN}}
@@ -186,7 +196,7 @@ def _given(part: Part, objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(info: Any) -> dict[str, Any]:
-    """The columns that a dataset keeps in `info`, which may be JSON text."""
+    """The columns in `info`, which may be JSON text."""
     if isinstance(info, str) and re.match(r"\s*\{", info):
         try:
             info = json.loads(info)
@@ -196,17 +206,17 @@ def _columns(info: Any) -> dict[str, Any]:
 
 
 def _tokens(state: Any) -> Mapping[str, Any]:
-    """The token ids of a rollout's last model call, if the engine sent them; or those that `score` was given."""
+    """The token ids of the last model call, if the engine sent them; else those that `score` was given."""
     trajectory = state.get("trajectory") or []
     return (trajectory[-1].get("tokens") or {}) if trajectory else state
 
 
 async def _called_here(part: Part, function: Callable[..., Any], given: Mapping[str, Any]) -> float:
-    """The value of a function that runs in this process.
+    """Call a function in this process.
 
     Raises:
-        RewardTimeout: an async function exceeded its time. One that blocks cannot be ended.
-        RewardError: it has no number to return.
+        RewardTimeout: an async function exceeded its time. A function that blocks cannot be interrupted.
+        RewardError: it does not return a number.
     """
     try:
         positional, keywords = arguments(function, given)
@@ -219,7 +229,7 @@ async def _called_here(part: Part, function: Callable[..., Any], given: Mapping[
 
 
 async def _within(timeout_s: float, value: Awaitable[Any]) -> Any:
-    """Raises RewardTimeout at the limit. A TimeoutError of the function's own is an error like any other."""
+    """Await with a limit. Raises RewardTimeout at the limit; a TimeoutError that the function raises stays one."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await value
@@ -229,18 +239,20 @@ async def _within(timeout_s: float, value: Awaitable[Any]) -> Any:
         raise RewardTimeout(f"it ran for {timeout_s:g} s and was ended") from error
 
 
-def _timeouts_of(part: Part) -> Callable[..., Awaitable[float]]:
-    async def timeouts(state: Any, **_: Any) -> float:
-        return float(state.get(TIMEOUTS, {}).get(part.name, 0))
-
-    timeouts.__name__ = timeouts.__qualname__ = timeouts_of(part.name)
-    return timeouts
-
-
 def timeouts_of(name: str) -> str:
-    """The metric that counts the calls of a part that ran out of time."""
+    """Name of the metric that counts the timeouts of a part."""
     return f"{name}_timeouts"
 
 
-def _is_registered(fn: str) -> bool:
-    return "." not in fn and ":" not in fn
+class PooledRubric(vf.Rubric):  # type: ignore[misc]
+    """A verifiers rubric whose functions run in worker processes. Each part is a metric."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        functions = rewards.functions()
+        super().__init__(funcs=[each for each, _ in functions], weights=[weight for _, weight in functions])
+        self.rewards = rewards
+
+    @vf.teardown  # type: ignore[untyped-decorator]
+    async def let_go(self) -> None:
+        """End the worker processes, unless another environment uses them."""
+        self.rewards.close()

@@ -1,4 +1,4 @@
-"""Calls a reward function with the arguments that its signature names: AReaL's, verifiers', or any of both."""
+"""Loads a reward function, and matches arguments to its signature: AReaL's, verifiers', or a mixture."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
-"""AReaL's four arguments, in its order. Every column of the row follows as a keyword."""
+"""AReaL's four positional arguments, in order. Every column of the row follows as a keyword."""
 HERE_ONLY = ("parser", "client", "judge")
-"""Objects of this process. A function that takes one runs here, not in a worker."""
+"""Arguments that cannot be sent to a worker. A function that takes one runs in the caller's process."""
 
 
 class BadFunction(Exception):
-    """No such function, or none that can be called with what there is."""
+    """There is no such function, or it cannot be called with the arguments at hand."""
 
 
 def load(path: str, warm: bool = False) -> Callable[..., Any]:
-    """The function at `module:function`. `warm` also calls `warm_up()` of its module, if it has one.
+    """Import the function at `module:function`. `warm` also calls `warm_up()` of its module, if it has one.
 
     Raises:
-        BadFunction: it does not import, or is no function.
+        BadFunction: it does not import, or is not a function.
     """
     module_name, _, name = path.rpartition(":")
     try:
@@ -40,7 +40,7 @@ def load(path: str, warm: bool = False) -> Callable[..., Any]:
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
-    """What the pool must know of a function: whether it is async, and the names of its parameters.
+    """Describe a function to the pool: whether it is async, and the names of its parameters.
 
     Raises:
         BadFunction: its signature cannot be read.
@@ -57,9 +57,9 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments for one call.
+    """Choose the positional and keyword arguments of one call.
 
-    `given` has what verifiers passes (`prompt`, `completion`, `answer`, `info`, `state`, `task`), what AReaL does
+    `given` has verifiers' arguments (`prompt`, `completion`, `answer`, `info`, `state`, `task`), AReaL's
     (`prompt_text`, `completion_text`, `prompt_ids`, `completion_ids`), the columns (`row`) and the spec's `args`.
 
     Raises:
@@ -104,10 +104,10 @@ _VERIFIERS = (
 
 
 def checked(value: Any) -> float:
-    """The value as a number.
+    """Return the value of a reward function as a number.
 
     Raises:
-        BadFunction: it is none, or not finite.
+        BadFunction: the value is not a number, or not finite.
     """
     try:
         number = float(value)

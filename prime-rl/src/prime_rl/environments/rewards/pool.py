@@ -1,4 +1,4 @@
-"""Worker processes that call reward functions. One that exceeds its time is killed, and another takes its place."""
+"""A pool of worker processes that call reward functions. A worker that exceeds the time limit is killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from prime_rl.environments.rewards.wire import Ended, encode, receive, send
 from prime_rl.utils.logger import get_logger
 
 START_LIMIT_S = 300.0
-"""For a worker to import what it calls. Importing is slow on a busy machine and no fault of the function."""
+"""Time limit for a worker to import a function. Long: imports are slow on a busy machine."""
 PIPE_BYTES = 2**16
-"""What a pipe holds: a frame up to this size is written at once, whatever the worker does."""
+"""Capacity of a pipe. A frame of up to this size is written at once, even if the worker does not read."""
 
 
 class RewardError(Exception):
@@ -29,24 +29,24 @@ class RewardError(Exception):
 
 
 class RewardTimeout(RewardError):
-    """A reward function was ended at its time limit."""
+    """A call of a reward function was ended at its time limit."""
 
 
 def default_workers() -> int:
-    """Half of the processors that this process may use, 1 to 8: the engine and the trainer need the others."""
+    """Half of the CPUs that this process may use, 1 to 8. The inference engine and the trainer need the others."""
     return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class RewardPool:
-    """`workers` processes, each with a thread that waits for it. Use `shared_pool`, unless it is for one owner."""
+    """`workers` processes, each with a thread that waits for its replies. Use `shared_pool` to share it."""
 
     def __init__(self, workers: int, start_limit_s: float = START_LIMIT_S) -> None:
         self.start_limit_s = start_limit_s
-        """For a worker to import a function."""
+        """Time limit for a worker to import a function."""
         self.timeouts: Counter[str] = Counter()
-        """Calls that were ended at their time limit, by function."""
+        """Number of calls that were ended at their time limit, by function."""
         self.deaths: Counter[str] = Counter()
-        """Calls in which the worker process ended, by function."""
+        """Number of calls during which the worker process ended, by function."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._slots = [_Slot(self, self._jobs) for _ in range(workers)]
         for slot in self._slots:
@@ -56,20 +56,20 @@ class RewardPool:
         return len(self._slots)
 
     def processes(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """Process ids of the running workers."""
         return [slot.process.pid for slot in self._slots if slot.process is not None and slot.process.poll() is None]
 
     def describe(self, path: str, args: dict[str, Any] | None = None) -> Future[dict[str, Any]]:
-        """Import a function in a worker. `args` are those of its calls.
+        """Import a function in a worker. `args` are the keyword arguments of its calls.
 
-        The future has what `calling.describe` returns, or raises RewardError.
+        The future has the result of `calling.describe`, or raises RewardError.
         """
         return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, self.start_limit_s)
 
     def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
-        """The value of one call. The future raises RewardTimeout or RewardError.
+        """Call a function. The future has its value, or raises RewardTimeout or RewardError.
 
-        The time in the queue, and that of a worker's first import of the function, are not counted.
+        The time limit excludes the wait in the queue and a worker's first import of the function.
         """
         return self._submit(path, {"do": "call", "fn": path, "given": given}, timeout_s)
 
@@ -79,7 +79,7 @@ class RewardPool:
         return job.result
 
     def close(self) -> None:
-        """End the workers, also those that are in a call."""
+        """Kill the workers, including those that are in a call."""
         for slot in self._slots:
             slot.end()
             self._jobs.put(None)
@@ -96,7 +96,7 @@ class _Job:
 
 
 class _Slot(threading.Thread):
-    """Owns one worker at a time. Lives as long as the pool: a worker dies with the thread that started it."""
+    """A thread that owns one worker at a time. It lives as long as the pool: a worker dies with its parent thread."""
 
     def __init__(self, pool: RewardPool, jobs: queue.SimpleQueue[_Job | None]) -> None:
         super().__init__(name="reward worker", daemon=True)
@@ -114,13 +114,13 @@ class _Slot(threading.Thread):
                 continue
             try:
                 job.result.set_result(self._do(job))
-            except Exception as error:  # noqa: BLE001 - it is the future's
+            except Exception as error:  # noqa: BLE001 - the caller gets it from the future
                 job.result.set_exception(error)
             self._ensure()
         self.end()
 
     def end(self) -> None:
-        """Kill the worker and what its functions started. Any thread may call this."""
+        """Kill the worker and the processes that its functions started. Thread-safe."""
         self._is_closed = True
         self._kill()
 
@@ -139,7 +139,7 @@ class _Slot(threading.Thread):
         try:
             with _interrupted_at(deadline, process) if len(frame) > PIPE_BYTES else contextlib.nullcontext():
                 send(process.stdin.fileno(), frame)
-            answer = receive(process.stdout.fileno(), deadline)
+            reply = receive(process.stdout.fileno(), deadline)
         except TimeoutError:
             self._kill()
             self._pool.timeouts[job.path] += 1
@@ -151,17 +151,17 @@ class _Slot(threading.Thread):
                 raise RewardTimeout(f"it ran for {job.timeout_s:g} s and was ended") from None
             self._pool.deaths[job.path] += 1
             raise RewardError(f"its worker process ended ({_status(status)})") from None
-        if "error" in answer:
-            raise RewardError("\n".join(filter(None, [answer.get("traceback", "").rstrip(), answer["error"]])))
-        return answer["described"] if "described" in answer else answer["value"]
+        if "error" in reply:
+            raise RewardError("\n".join(filter(None, [reply.get("traceback", "").rstrip(), reply["error"]])))
+        return reply["described"] if "described" in reply else reply["value"]
 
     def _ensure(self) -> subprocess.Popen[bytes] | None:
-        """A worker. None if the pool is closed."""
+        """The running worker, started if necessary. None if the pool is closed."""
         if self._is_closed or (self.process is not None and self.process.poll() is None):
             return None if self._is_closed else self.process
         self._kill()
         command = [sys.executable, "-m", "prime_rl.environments.rewards.worker"]
-        # Modules that this process can import, such as those of an environment's folder, are found there, too.
+        # The worker finds every module that this process can import, such as those in an environment's folder.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=env)
@@ -169,7 +169,7 @@ class _Slot(threading.Thread):
         return process
 
     def _import(self, process: subprocess.Popen[bytes], path: str) -> None:
-        """Let the worker import a function, once. A function that does not import says so when it is called."""
+        """Have the worker import a function, once. If the import fails, the call that follows reports it."""
         if path in self._imported or process.poll() is not None:
             return
         self._imported.add(path)
@@ -180,11 +180,13 @@ class _Slot(threading.Thread):
             receive(process.stdout.fileno(), time.monotonic() + self._pool.start_limit_s)
         except (Ended, TimeoutError):
             get_logger().warning(f"a reward worker ended while it imported {path!r}")
-            with contextlib.suppress(ProcessLookupError):  # its late answer would be taken for that of the next call
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # its late reply would be taken for the reply to the next call
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self) -> int | None:
-        """End the worker and the processes that its functions started. Returns its exit status."""
+        """Kill the worker and the processes that its functions started. Returns its exit status."""
         process = self.process
         if process is None:
             return None
@@ -200,7 +202,7 @@ class _Slot(threading.Thread):
 
 @contextlib.contextmanager
 def _interrupted_at(deadline: float, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill the worker at the deadline while the block writes to it: one that does not read would hold the writer."""
+    """Kill the worker at the deadline while the block writes to it: if it does not read, the write blocks."""
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), process.kill)
     timer.daemon = True
     timer.start()
@@ -217,7 +219,7 @@ def _status(status: int | None) -> str:
 
 
 class _Shared:
-    """Pools that this process shares, by their number of workers, with their users counted."""
+    """The shared pools of this process by number of workers, with the number of their users."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -229,7 +231,7 @@ _SHARED = _Shared()
 
 
 def shared_pool(workers: int | None = None) -> RewardPool:
-    """The pool of this many workers, one for the whole process. Call `release` once for each call of this."""
+    """The process-wide pool with this many workers. Call `release` once for each call of this function."""
     count = workers or default_workers()
     with _SHARED.lock:
         if count not in _SHARED.pools:
@@ -239,7 +241,7 @@ def shared_pool(workers: int | None = None) -> RewardPool:
 
 
 def release(pool: RewardPool) -> None:
-    """Close a shared pool when its last user lets go. One of the caller's own stays open."""
+    """Close a shared pool when its last user releases it. Pools that are not shared stay open."""
     with _SHARED.lock:
         if _SHARED.pools.get(len(pool)) is not pool:
             return

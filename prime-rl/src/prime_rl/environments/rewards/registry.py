@@ -1,19 +1,66 @@
-"""The rewards that ship, by name. Nothing here imports them."""
+"""Reward specs as users write them, and the registry of the rewards that ship. Imports none of them."""
 
 from __future__ import annotations
 
 import difflib
-from typing import NamedTuple
+import re
+from typing import Annotated, Any, Literal, NamedTuple
 
-from prime_rl.environments.rewards.specs import DEFAULT_TIME_LIMIT_S, RewardFault, RewardSpec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-_ROOM = "prime_rl.environments.rewards"
+_PACKAGE = "prime_rl.environments.rewards"
+DEFAULT_TIME_LIMIT_S = 15.0
 CODE_TIME_LIMIT_S = 120.0
-"""A code reward runs many programs, each with a limit of its own in the sandbox."""
+"""A code reward runs many programs, each under the sandbox's own limit."""
+OnTimeout = Literal["zero", "fail"]
+
+
+class RewardFault(Exception):
+    """The user's mistake: an unknown reward, or one that cannot be imported or called. The text is for users."""
+
+
+class RewardSpec(BaseModel):
+    """One part of the reward. A string alone is its `fn`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fn: str
+    """A registered name (`math`), or `package.module:function` (`package.module.function` works, too)."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of this part in the reward. 0 only measures it."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for the function, in addition to the row's columns. They win over columns of the same name."""
+    timeout_s: float | None = Field(None, gt=0, le=3600)
+    """Time limit of one call. Unset: the registered function's own, or 15 s."""
+    on_timeout: OnTimeout | None = None
+    """Result of a call that times out: `zero` is a reward of 0, `fail` a failed reward. Unset: `zero` for registered
+    functions, which are slow only on strange answers, and for AReaL's signature, as in AReaL; `fail` for others."""
+    name: str | None = None
+    """Name of the metric. Unset: the function's name."""
+
+    @field_validator("fn")
+    @classmethod
+    def _names_something(cls, fn: str) -> str:
+        if not re.fullmatch(r"[\w-]+|\w+(\.\w+)*[.:]\w+", fn):
+            raise ValueError(f"{fn!r} is neither a registered name nor `package.module:function`")
+        return fn
+
+    @property
+    def metric(self) -> str:
+        return self.name or re.split(r"[.:]", self.fn)[-1].replace("-", "_")
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `fn` is a name, not a path."""
+        return "." not in self.fn and ":" not in self.fn
+
+
+Reward = Annotated[RewardSpec, BeforeValidator(lambda value: {"fn": value} if isinstance(value, str) else value)]
+"""A `RewardSpec`, or the name of its function."""
 
 
 class Registered(NamedTuple):
-    """A reward that ships: where it is, what it computes, and its time limit."""
+    """A reward that ships: `module:function`, a summary, and the time limit of a call."""
 
     path: str
     summary: str
@@ -21,24 +68,24 @@ class Registered(NamedTuple):
 
 
 REWARDS: dict[str, Registered] = {
-    "math": Registered(f"{_ROOM}.answers.math_equality:math", "the final expression equals `answer` (math-verify)"),
-    "hendrycks_math": Registered(f"{_ROOM}.answers.math_equality:hendrycks_math", "`\\boxed{}`, or the text after *answer is*, equals `answer`"),
-    "minerva_math": Registered(f"{_ROOM}.answers.math_equality:minerva_math", "a final answer, as Minerva's prompts ask for it, is `answer` as text"),
-    "gsm8k": Registered(f"{_ROOM}.answers.gsm8k:gsm8k", "the number equals `answer`; `mode`: `strict`, `flexible`, `last_number`, `any`"),
-    "allenai_gsm8k": Registered(f"{_ROOM}.answers.gsm8k:allenai_gsm8k", "the last number equals `answer`"),
-    "multiple_choice": Registered(f"{_ROOM}.answers.choices:multiple_choice", "the letter or text chosen is `answer`"),
-    "numeric": Registered(f"{_ROOM}.answers.units:numeric", "the number is `answer` within `rel_tol`, after conversion of units"),
-    "exact_match": Registered(f"{_ROOM}.answers.matching:exact_match", "the text is `answer`, or one of a list"),
-    "fuzzy_match": Registered(f"{_ROOM}.answers.matching:fuzzy_match", "similarity to `answer`, 0 to 1; with `threshold`, 1 or 0"),
-    "json_schema": Registered(f"{_ROOM}.answers.json_schema:json_schema", "JSON that `schema` allows"),
-    "geometry3k": Registered(f"{_ROOM}.answers.puzzles:geometry3k", "the last `[…]` or number equals that of `answer`"),
-    "clevr_count": Registered(f"{_ROOM}.answers.puzzles:clevr_count", "the last `[number]` is `answer`"),
-    "countdown": Registered(f"{_ROOM}.answers.puzzles:countdown", "uses each of `nums` once and gives `target`; 0.1 for a wrong try"),
-    "ifeval": Registered(f"{_ROOM}.ifeval.instructions:ifeval", "the instructions of `ground_truth` are all followed"),
-    "if_multi": Registered(f"{_ROOM}.ifeval.instructions:if_multi", "share of the instructions of `ground_truth` that are followed"),
-    "mbpp": Registered(f"{_ROOM}.code.programs:mbpp", "all asserts of `test_list` hold", CODE_TIME_LIMIT_S),
-    "humaneval": Registered(f"{_ROOM}.code.programs:humaneval", "`check(entry_point)` of `test` passes", CODE_TIME_LIMIT_S),
-    "apps": Registered(f"{_ROOM}.code.programs:apps", "share of the cases of `input_output` that pass", CODE_TIME_LIMIT_S),
+    "math": Registered(f"{_PACKAGE}.math_equality:math", "the final expression equals `answer` (math-verify)"),
+    "hendrycks_math": Registered(f"{_PACKAGE}.math_equality:hendrycks_math", "`\\boxed{}`, or the text after *answer is*, equals `answer`"),
+    "minerva_math": Registered(f"{_PACKAGE}.math_equality:minerva_math", "a final answer, as Minerva's prompts ask for it, is `answer` as text"),
+    "gsm8k": Registered(f"{_PACKAGE}.answers:gsm8k", "the number equals `answer`; `mode`: `strict`, `flexible`, `last_number`, `any`"),
+    "allenai_gsm8k": Registered(f"{_PACKAGE}.answers:allenai_gsm8k", "the last number equals `answer`"),
+    "multiple_choice": Registered(f"{_PACKAGE}.answers:multiple_choice", "the letter or text chosen is `answer`"),
+    "numeric": Registered(f"{_PACKAGE}.units:numeric", "the number is `answer` within `rel_tol`, after conversion of units"),
+    "exact_match": Registered(f"{_PACKAGE}.answers:exact_match", "the text is `answer`, or one of a list"),
+    "fuzzy_match": Registered(f"{_PACKAGE}.answers:fuzzy_match", "similarity to `answer`, 0 to 1; with `threshold`, 1 or 0"),
+    "json_schema": Registered(f"{_PACKAGE}.json_schema:json_schema", "JSON that `schema` allows"),
+    "geometry3k": Registered(f"{_PACKAGE}.math_equality:geometry3k", "the last `[…]` or number equals that of `answer`"),
+    "clevr_count": Registered(f"{_PACKAGE}.answers:clevr_count", "the last `[number]` is `answer`"),
+    "countdown": Registered(f"{_PACKAGE}.answers:countdown", "uses each of `nums` once and gives `target`; 0.1 for a wrong try"),
+    "ifeval": Registered(f"{_PACKAGE}.ifeval:ifeval", "the instructions of `ground_truth` are all followed"),
+    "if_multi": Registered(f"{_PACKAGE}.ifeval:if_multi", "share of the instructions of `ground_truth` that are followed"),
+    "mbpp": Registered(f"{_PACKAGE}.code:mbpp", "all asserts of `test_list` hold", CODE_TIME_LIMIT_S),
+    "humaneval": Registered(f"{_PACKAGE}.code:humaneval", "`check(entry_point)` of `test` passes", CODE_TIME_LIMIT_S),
+    "apps": Registered(f"{_PACKAGE}.code:apps", "share of the cases of `input_output` that pass", CODE_TIME_LIMIT_S),
 }  # fmt: skip
 
 ALIASES: dict[str, str] = {
@@ -51,16 +98,16 @@ ALIASES: dict[str, str] = {
     "fuzzy": "fuzzy_match",
     "if_multi_constraints": "if_multi",
 }
-"""Other names of the same rewards: verifier types of RLVR, datasets of AReaL, names in formats of rows."""
+"""Other names of these rewards: RLVR's verifier types, AReaL's datasets, names in the formats of `rows`."""
 
 
 def resolve(spec: RewardSpec) -> tuple[str, float]:
-    """`module:function` of a spec, and its time limit in seconds.
+    """Return `module:function` of a spec, and its time limit in seconds.
 
     Raises:
         RewardFault: the name is not registered.
     """
-    if "." in spec.fn or ":" in spec.fn:
+    if not spec.is_registered:
         module, _, function = spec.fn.rpartition(":" if ":" in spec.fn else ".")
         return f"{module}:{function}", spec.timeout_s or DEFAULT_TIME_LIMIT_S
     name = ALIASES.get(spec.fn, spec.fn).replace("-", "_")
@@ -76,7 +123,7 @@ def resolve(spec: RewardSpec) -> tuple[str, float]:
 
 
 def for_dataset(path: str) -> str:
-    """The reward of a dataset that AReaL's registry knows by a part of its path.
+    """The reward of a dataset, recognized by a part of its path as in AReaL's registry.
 
     Raises:
         RewardFault: the path has none of the known parts.

@@ -1,4 +1,4 @@
-"""Finds the answer in what a model wrote."""
+"""Extracts text and answers from completions: `<answer>`, `\\boxed{}`, the last number, text without thinking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def text_of(messages: Any, role: str | None = None) -> str:
-    """The text of a message list, or of one role's messages in it, joined by line breaks. Text stays as it is."""
+    """The text of a list of messages (of one role), joined by line breaks. A string is returned unchanged."""
     if messages is None:
         return ""
     if isinstance(messages, str):
@@ -36,7 +36,7 @@ THINKING_TAGS = ("think", "thinking", "reasoning")
 
 
 def without_thinking(text: str) -> str:
-    """The text after the last thinking block. An open block has no answer behind it."""
+    """The text after the last thinking block. Empty if a block is not closed: it has no answer."""
     for tag in THINKING_TAGS:
         _, closed, after = text.rpartition(f"</{tag}>")
         if closed:
@@ -47,7 +47,7 @@ def without_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{…}` or `\fbox{…}` holds, braces matched."""
+    r"""The contents of the last complete `\boxed{…}` or `\fbox{…}`, with balanced braces."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         depth = 1
         for position in range(start, len(text)):
@@ -64,7 +64,7 @@ def last_number(text: str) -> str | None:
 
 
 def as_number(text: str) -> float | None:
-    """A number that may have `$`, `%`, thousands separators or a final dot."""
+    """Parse a number that may have `$`, `%`, thousands separators or a final dot."""
     try:
         return float(text.strip().strip("$%").replace("-$", "-").replace(",", "").rstrip("."))
     except ValueError:
@@ -72,6 +72,6 @@ def as_number(text: str) -> float | None:
 
 
 def last_answer_tag(text: str) -> str | None:
-    """What the last `<answer>…</answer>` holds."""
+    """The contents of the last `<answer>…</answer>`."""
     found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     return found[-1].strip() if found else None

@@ -1,4 +1,7 @@
-"""Frames between the pool and its workers: four bytes of length, then msgpack. Nothing is unpickled."""
+"""Length-prefixed msgpack frames, between reward pool and workers, and between games and their host.
+
+Four bytes of length, then msgpack. Nothing is unpickled: the other side runs code of users and of games.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Ended(Exception):
-    """The other side closed its end, or sent no frame."""
+    """The other side closed its end, or sent something that is not a frame."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -29,7 +32,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for an object that msgpack does not know."""
+    """Replace an object that msgpack cannot encode."""
     if hasattr(value, "model_dump"):
         return value.model_dump()
     if hasattr(value, "tolist"):
@@ -38,7 +41,7 @@ def _plain(value: Any) -> Any:
 
 
 def send(descriptor: int, frame: bytes) -> None:
-    """Raises Ended if nobody reads."""
+    """Write a frame. Raises Ended if the other side is closed."""
     view = memoryview(frame)
     try:
         while view:
@@ -48,20 +51,20 @@ def send(descriptor: int, frame: bytes) -> None:
 
 
 def receive(descriptor: int, deadline: float | None = None) -> dict[str, Any]:
-    """The next frame.
+    """Read the next frame.
 
     Raises:
-        Ended: there is none.
-        TimeoutError: it is not here at `deadline` (`time.monotonic()`).
+        Ended: the other side closed, or sent no frame.
+        TimeoutError: the frame is not complete at `deadline` (`time.monotonic()`).
     """
     return _message(_exactly(descriptor, _size(_exactly(descriptor, _LENGTH.size, deadline)), deadline))
 
 
 async def receive_from(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next frame of a stream.
+    """Read the next frame of a stream.
 
     Raises:
-        Ended: there is none.
+        Ended: the other side closed, or sent no frame.
     """
     try:
         return _message(await reader.readexactly(_size(await reader.readexactly(_LENGTH.size))))
@@ -88,7 +91,7 @@ def _message(body: bytes) -> dict[str, Any]:
 
 def _exactly(descriptor: int, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
-    poll = select.poll()  # not select, which takes descriptors below 1024 only: a run holds many connections
+    poll = select.poll()  # select takes descriptors below 1024 only, and a run may hold more connections
     poll.register(descriptor, select.POLLIN)
     while len(parts) < size:
         if deadline is not None:

@@ -1,6 +1,6 @@
-"""A process that calls reward functions: `python -m prime_rl.environments.rewards.worker`, started by the pool.
+"""Worker process that calls reward functions: `python -m prime_rl.environments.rewards.worker`, started by the pool.
 
-It reads requests from its input and writes answers to what was its output. What functions print is dropped.
+It reads requests from its standard input and writes replies to its standard output. Output of functions is discarded.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from prime_rl.environments.rewards.calling import BadFunction, arguments, checke
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
 
 _DEATH_SIGNAL = 1
-"""The option PR_SET_PDEATHSIG of prctl, on Linux."""
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 MAX_TRACEBACK_CHARS = 4000
 
 
 def main() -> None:
-    if sys.platform == "linux":  # even while a function does not let go of the interpreter
+    if sys.platform == "linux":  # ends with the pool even while a function holds the interpreter lock
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    requests, answers = os.dup(0), os.dup(1)
+    requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    for descriptor in (requests, answers):
+    for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends its workers
     while True:
         try:
-            send(answers, encode(_answer(receive(requests))))
+            send(replies, encode(_reply(receive(requests))))
         except Ended:
             os._exit(0)
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
         function = load(request["fn"], warm=request["do"] != "call")
         if request["do"] == "import":

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.ranges import Count, Fraction, Seed, WholeNumber
-from prime_rl.environments.rewards.specs import Reward
+from prime_rl.environments.rewards.registry import Reward
 from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, UnknownFormat, find_format
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, raise_faults
 from prime_rl.utils.pydantic_config.faults import faults_of

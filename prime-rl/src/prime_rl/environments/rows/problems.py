@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.environments.rewards.specs import RewardSpec
+from prime_rl.environments.rewards.registry import RewardSpec
 from prime_rl.environments.rows.arguments import DatasetConfig
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, own_id
 

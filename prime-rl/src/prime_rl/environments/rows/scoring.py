@@ -7,9 +7,8 @@ from typing import Any
 
 import verifiers as vf
 
-from prime_rl.environments.rewards.building import Rewards, build, timeouts_of
-from prime_rl.environments.rewards.rubric import PooledRubric
-from prime_rl.environments.rewards.specs import RewardFault, RewardSpec
+from prime_rl.environments.rewards.building import PooledRubric, Rewards, build, timeouts_of
+from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
 from prime_rl.environments.rows.problems import Problem
 
 Function = Callable[..., Awaitable[float]]

@@ -1,4 +1,4 @@
-"""Which language a text is in, by its script and its most frequent words: enough for IFEval's thirty languages."""
+"""Language identification by script and most frequent words: enough for IFEval's thirty languages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with units, compared after conversion: 5.5 mmol/L of glucose are 99 mg/dL."""
+"""The reward `numeric`: numbers with units, compared after conversion (5.5 mmol/L of glucose is 99 mg/dL)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pint import UnitRegistry
 from pint.errors import PintError
 
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.rewards.text import last_answer_tag, last_boxed, without_thinking
 
 MOLAR_MASSES = {
@@ -19,7 +19,7 @@ MOLAR_MASSES = {
     "potassium": 39.098, "sodium": 22.990, "testosterone": 288.42, "triglycerides": 885.7, "urea": 60.06,
     "uric acid": 168.11, "vitamin d": 400.64,
 }  # fmt: skip
-"""g/mol. `bun` and `phosphate` are counted as nitrogen (two atoms) and phosphorus, as laboratories do."""
+"""Molar masses in g/mol. As in laboratories, `bun` counts nitrogen (two atoms) and `phosphate` phosphorus."""
 _NUMBER = r"[-+−]?(?:\d[\d,]*\.?\d*|\.\d+)(?:\s*(?:[eE]|[x×*·]\s*10\s*\^?)\s*\{?[-+−]?\d+\}?)?"
 _UNIT = r"(?:[a-zA-Zµμ°%Ωº][\w°µμ²³%]*(?:\s*(?:\^\s*[-−]?\d|[/*·]\s*[\d.]*\s*[a-zA-Zµμ°][\w²³]*))*)"
 _QUANTITY = re.compile(rf"(?<![\w.])({_NUMBER})\s*({_UNIT})?")
@@ -54,7 +54,7 @@ def numeric(
 
 
 def quantity(text: str) -> tuple[float, str | None] | None:
-    """The last number of a text, and the unit behind it if it is one."""
+    """The last number of a text, and the unit that follows it, if any."""
     found = _QUANTITY.findall(text)
     for number, unit in reversed(found):
         if (value := _value(number)) is not None:
@@ -88,10 +88,10 @@ def _registry() -> UnitRegistry[Any]:
 
 @functools.lru_cache(4096)
 def _known(unit: str) -> str | None:
-    """A unit as pint writes it. None for a word that is no unit; of "mg daily", the first word counts."""
+    """A unit in pint's spelling, or None. Of "mg daily", the first word is the unit."""
     for spelling, plain in _SPELLINGS.items():
         unit = unit.replace(spelling, plain)
-    unit = re.sub(r"/\s*1\.73\s*m\^?2", "", unit.replace("%", "percent"))  # of a filtration rate
+    unit = re.sub(r"/\s*1\.73\s*m\^?2", "", unit.replace("%", "percent"))  # normalization of filtration rates
     for candidate in (unit, unit.split(" ")[0]):
         try:
             if candidate and len(candidate) < 50:

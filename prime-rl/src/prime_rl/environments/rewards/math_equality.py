@@ -1,4 +1,4 @@
-"""Mathematical equality, by math-verify: numbers, fractions, intervals, sets, matrices, equations."""
+"""Rewards that need mathematical equality (math-verify): fractions, intervals, sets, matrices, equations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from prime_rl.environments.rewards.text import as_number, last_boxed, without_thinking
+from prime_rl.environments.rewards.text import as_number, last_boxed, last_number, without_thinking
 
 NUMERIC_DIGITS = 6
 RELATIVE_TOLERANCE = 1e-4
@@ -24,7 +24,7 @@ def math(completion_text: str, answer: Any, strict: bool = True) -> float:
 
 
 def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
-    """Whether the last expression of a text equals a reference. A reference such as "None" equals nothing."""
+    """Whether the last expression of a text equals a reference. Nothing equals a reference such as "None"."""
     reference = str(reference).strip()
     if reference.lower() in NO_ANSWERS:
         return False
@@ -42,13 +42,13 @@ def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
 
 
 def warm_up() -> None:
-    """Build the grammar and import what the first comparisons of each kind would."""
+    """Build the grammar, and compare once what imports further modules, before the time of a call counts."""
     for prediction, reference in (("4", "3/12"), (r"\boxed{\frac{1}{2}}", "0.5"), ("(1, 2]", "[1, 2]"), ("x^2", "x x")):
         equal(prediction, reference)
 
 
 def _parsed(*forms: str) -> list[Any]:
-    """What the first form that has an expression says."""
+    """The expressions of the first form that has one."""
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     for form in forms:
         if found := parse(form, extraction_config=targets, parsing_timeout=None):
@@ -87,3 +87,15 @@ def minerva_math(completion_text: str, answer: Any) -> float:
     found = [each for each in candidates if each] or [text]
     gold = last_boxed(str(answer)) or str(answer)
     return float(any(_same_text(each, gold) for each in found))
+
+
+def geometry3k(completion_text: str, answer: Any) -> float:
+    """1 if the last `[…]` of the completion, else its last number, equals `answer` mathematically."""
+    text = without_thinking(completion_text)
+    found = _bracketed(text) or last_number(text)
+    return float(found is not None and equal(f"\\boxed{{{found}}}", _bracketed(str(answer)) or answer))
+
+
+def _bracketed(text: str) -> str | None:
+    found = re.findall(r"\[([^\[\]]*)\]", text)
+    return found[-1].strip() if found else None

@@ -1,4 +1,4 @@
-"""Whether a completion is JSON of a given form."""
+"""The reward `json_schema`: is the completion JSON that a schema allows?"""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jsonschema
 import jsonschema.validators
 import referencing
 
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.rewards.text import without_thinking
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def json_schema(completion_text: str, schema: Any, partial: float = 0.0) -> float:
-    """1 if the completion is JSON that `schema` allows, `partial` if it is other JSON, else 0.
+    """1 if the completion is JSON that `schema` allows, `partial` for other JSON, else 0.
 
-    The JSON is the last fenced block, else the whole text without thinking. References to other documents are not
+    The JSON is the last fenced block, else the whole text without thinking. References to remote schemas are not
     fetched.
     """
     schema = _schema(schema)
@@ -35,7 +35,7 @@ def json_schema(completion_text: str, schema: Any, partial: float = 0.0) -> floa
 
 
 def parsed(completion: str) -> Any:
-    """The JSON of a completion. Raises ValueError."""
+    """Parse the JSON of a completion. Raises ValueError."""
     text = without_thinking(completion)
     fenced = _FENCE.findall(text)
     try:
@@ -45,7 +45,7 @@ def parsed(completion: str) -> Any:
 
 
 def _refused(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _schema(schema: Any) -> dict[str, Any]:

@@ -1,22 +1,74 @@
-"""MBPP, HumanEval and APPS: a program's functions are called from tests in another process of the sandbox."""
+"""Rewards for code: MBPP, HumanEval, APPS. Programs run in the sandbox.
+
+Tests run in another process of the sandbox, and call the functions of the program through a connection. So a program
+never sees an expected value.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import keyword
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl.environments.rewards.code.extraction import completed, is_python, program_in
-from prime_rl.environments.rewards.specs import RewardFault
+from prime_rl.environments.rewards.registry import RewardFault
+from prime_rl.environments.rewards.text import THINKING_TAGS, without_thinking
 from prime_rl.environments.sandbox.limits import Limits
 from prime_rl.environments.sandbox.sandbox import Sandbox
 
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+"""A fenced block. An unclosed one ends with the text."""
+_PYTHON = ("python", "py", "python3")
+
+
+def program_in(completion: str) -> str:
+    """The program in a completion: all Python blocks, else all other blocks, else the whole text; up to `[DONE]`."""
+    # `without_thinking` strips the text, and HumanEval's completion may be an indented body.
+    text = without_thinking(completion) if any(f"{tag}>" in completion for tag in THINKING_TAGS) else completion
+    blocks = [(name.lower(), body) for name, body in _FENCE.findall(text)]
+    chosen = [body for name, body in blocks if name in _PYTHON] or [body for name, body in blocks if not name]
+    source = "\n".join(chosen) if chosen else text if not blocks else "\n".join(body for _, body in blocks)
+    return source.partition("[DONE]")[0].removeprefix("[BEGIN]").strip("\n")
+
+
+def completed(prompt: str, completion: str, entry_point: str) -> str:
+    """Complete a prompt that ends in a signature and docstring. The completion is the whole function or its body."""
+    source = program_in(completion)
+    if re.search(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b", source, re.MULTILINE):
+        return f"{prompt}\n\n{source}\n"
+    return f"{prompt.rstrip()}\n{_body(source)}\n"
+
+
+def _body(source: str) -> str:
+    """The body of a function, indented, up to the next statement at the left margin."""
+    lines = source.splitlines()
+    if lines and lines[0].strip() and not lines[0][0].isspace():
+        indented = all(not line.strip() or line[0].isspace() for line in lines[1:])
+        lines = [f"    {lines[0]}", *lines[1:]] if indented and len(lines) > 1 else [f"    {line}" for line in lines]
+    kept: list[str] = []
+    for line in lines:
+        if line.strip() and not line[0].isspace() and not line.startswith("#"):
+            break
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def is_python(source: str) -> bool:
+    """Whether it compiles."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 APPS_TIME_S = 3.0
-"""Of each case."""
+"""Time limit of one case of APPS."""
 MAX_FAILURES_IN_A_ROW = 3
-"""Of APPS. The cases that follow are not run and count as failed."""
+"""Failed cases of APPS in a row after which the others are not run. They count as failed."""
 _MATCHES = """
 def _matches(found, wanted):
     if isinstance(found, tuple):
@@ -44,7 +96,7 @@ def _target():
 
 @functools.cache
 def _sandbox(layer: str, limits: Limits) -> Sandbox:
-    """One for this process, and for each setting: starting takes longer than most programs run."""
+    """One sandbox per setting, kept for the life of this worker: a start takes longer than most programs run."""
     return Sandbox(layer, limits)  # type: ignore[arg-type]
 
 
@@ -56,7 +108,7 @@ def sandbox_of(settings: Mapping[str, Any] | None) -> Sandbox:
 
 
 def note(args: Mapping[str, Any]) -> str:
-    """What keeps programs in, for the log."""
+    """Describe the layers of the sandbox. The pool logs it once."""
     return f"code runs in a sandbox: {sandbox_of(args.get('sandbox')).describe()}"
 
 
@@ -143,4 +195,4 @@ def _text(value: Any) -> str:
 
 def _refuse_no_name(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise RewardFault(f"{name!r} is no name of a function")
+        raise RewardFault(f"{name!r} is not the name of a function")

@@ -1,1 +1,0 @@
-"""Rewards that compare what a completion says with an answer."""

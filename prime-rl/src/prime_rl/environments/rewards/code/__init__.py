@@ -1,1 +1,0 @@
-"""Rewards of code: MBPP, HumanEval, APPS. Programs run in the sandbox."""
