@@ -24,8 +24,8 @@ from prime_rl.orchestrator.servers.server import MAX_RETRIES, InferenceServer, u
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.transport.errors import TransportError
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.pydantic_config.errors import one_line
 from prime_rl.utils.scratch import scratch_directory
 
 T = TypeVar("T")

@@ -107,12 +107,11 @@ def _recording(function: Callable[..., Any], scores_group: bool) -> Callable[...
             return unscored
         return await awaited(function(*args, **kwargs), states, count)
 
-    wrapped = recording_later if inspect.iscoroutinefunction(function) else recording
+    wrapped: Callable[..., Any] = recording_later if inspect.iscoroutinefunction(function) else recording
     if not wants_key:
         own = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY)
-        wrapped.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*signature.parameters.values(), own]
-        )
+        taken = signature.replace(parameters=[*signature.parameters.values(), own])
+        wrapped.__signature__ = taken  # type: ignore[attr-defined]
     return wrapped
 
 
