@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prime_rl.launch.nodes.agent import NodeFacts
+from prime_rl.launch.nodes.facts import NodeFacts
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalling import Observed
 from prime_rl.utils.errors import RunError
