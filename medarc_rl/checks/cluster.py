@@ -44,10 +44,10 @@ def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]
         return
     yield ok("slurm", ping.stdout.strip())
     yield from _partition_rows(job, partitions, nodes)
-    yield trial_row(job, limit_s)
+    yield sbatch_row(job, limit_s)
 
 
-def trial_row(job: BatchJob, limit_s: float) -> Row:
+def sbatch_row(job: BatchJob, limit_s: float) -> Row:
     """Whether sbatch would accept the script. Nothing is submitted or written."""
     argv = [*sbatch_argv(job)[:-1], "--test-only"]
     try:

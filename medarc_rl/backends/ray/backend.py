@@ -44,6 +44,7 @@ PROBE = "medarc_rl.backends.ray.cluster"
 _KEY = re.compile(r"[0-9a-f]{8}")
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 120.0
+"""Time limit of the process that asks a cluster for its GPUs, in seconds: it imports Ray, from a cold disk perhaps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,8 +262,8 @@ def placed(bundles: Sequence[Mapping[str, float]], strategy: Strategy) -> Iterat
             waiting.is_over()
         remote = ray.remote(concurrency_groups=_GROUPS)(AgentRunner)
         for index, bundle in enumerate(bundles):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
             actors.append(remote.options(**options).remote())
         seats = _get([actor.seat.options(concurrency_group="others").remote() for actor in actors])
         yield RayCluster(seats, actors)

@@ -28,7 +28,7 @@ from medarc_rl.backends.sagemaker.permissions import LOG_GROUP
 from medarc_rl.backends.sagemaker.request import (
     RUN_DIR,
     FileSystem,
-    JobPlaces,
+    JobPrefixes,
     S3Prefix,
     TrainingJob,
     family_of,
@@ -54,9 +54,11 @@ LOOK_EVERY_S = 10.0
 _LATE_LOOKS, _LATE_LOOK_EVERY_S = 3, 1.5
 """After a job's end, until so many looks brought nothing: CloudWatch shows lines seconds after they were written."""
 _ENDS: Mapping[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
+# Phases of a job in which no container runs yet.
 _BEFORE_THE_RUN = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack")
 _UPLOAD_PART_BYTES = 16 << 20
-_NO_PLACE = "s3://local/runs"
+"""Size of the parts of an upload, which are repeated one by one if a connection breaks."""
+_NO_PREFIX = "s3://local/runs"
 """Stands for the prefix of a job that is not sent."""
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
 """Stands for the image until ECR has given the account's number."""
@@ -110,7 +112,7 @@ class SageMaker:
             return Submitted(_created(aws.client("sagemaker"), job))
         except AwsError as error:
             raise AwsError(
-                f"{error}; no job was made; its files stay at {job.places.archive.uri}", error.code
+                f"{error}; no job was made; its files stay at {job.prefixes.archive.uri}", error.code
             ) from error
 
     def status(self, record: JobRecord) -> Status:
@@ -140,13 +142,13 @@ class SageMaker:
 def _upload(aws: Aws, job: TrainingJob, path: Path) -> None:
     from boto3.s3.transfer import TransferConfig
 
-    place = job.places.archive
+    archive = job.prefixes.archive
     encryption = {} if job.kms_key is None else {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.kms_key}
-    with calling(f"upload to {place.uri}"):
+    with calling(f"upload to {archive.uri}"):
         aws.client("s3").upload_file(
             str(path),
-            place.bucket,
-            place.key,
+            archive.bucket,
+            archive.key,
             ExtraArgs={"Metadata": {"sha256": job.source_sha256}, **encryption},
             Config=TransferConfig(multipart_chunksize=_UPLOAD_PART_BYTES),
         )
@@ -195,7 +197,7 @@ def prepared_training(request: Request) -> PreparedTraining:
         raise UsageError(*dict.fromkeys(faults))
     prepared = PreparedTraining(
         name=job.name,
-        output=job.places.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
+        output=job.prefixes.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
         text="",
         details={"region": region, **({"profile": options.profile} if options.profile else {})},
         job=job,
@@ -278,7 +280,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
     tags = pairs("--tag", options.tag, faults, "write NAME=VALUE, as in --tag team=radiology", str)
     inputs = input_channels(options.input, faults)
     secrets = _collected(faults, references, options.secret_env) or {}
-    root = _collected(faults, S3Prefix.of, options.s3 or _NO_PLACE) or S3Prefix.of(_NO_PLACE)
+    root = _collected(faults, S3Prefix.of, options.s3 or _NO_PREFIX) or S3Prefix.of(_NO_PREFIX)
     run = None if not request.output_dir else _collected(faults, _run_prefix, request.output_dir)
     if options.max_wait is not None and not options.spot:
         faults.append("--max-wait belongs to --spot: add it, or leave --max-wait out")
@@ -290,7 +292,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         source_sha256=sha256,
         image=image,
         role=options.role or "",
-        places=JobPlaces(root.below(name), run),
+        prefixes=JobPrefixes(root.below(name), run),
         instance_type=options.instance_type or "",
         volume_gb=options.volume_gb,
         limit_s=limit_s,
@@ -362,7 +364,7 @@ def _shown(prepared: PreparedTraining, size_bytes: int) -> str:
     if prepared.build is not None:
         table["build"] = prepared.build.plan(job.image.partition("/")[0])
     if not prepared.is_local:
-        table["upload"] = {"to": job.places.archive.uri, "sha256": job.source_sha256, "bytes": size_bytes}
+        table["upload"] = {"to": job.prefixes.archive.uri, "sha256": job.source_sha256, "bytes": size_bytes}
     table["files"] = {name: file.size_bytes for name, file in prepared.staged.files.items()}
     table["left_out"] = list(prepared.staged.left_out)
     table["config"] = tomllib.loads(prepared.config)

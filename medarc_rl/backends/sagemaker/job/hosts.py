@@ -37,6 +37,7 @@ _PROOF_LIMIT_S = 30.0
 """Seconds for a connection to prove that it is a host of the job. Others are closed then."""
 _LOOK_S = 1.0
 _LONGEST_LINE = 256
+"""Bytes of a greeting. Whoever sends more without a line's end is not a host of the job."""
 
 
 @dataclass(slots=True)
