@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_slurm
 from medarc_rl.backends.options import SlurmRequest
 from medarc_rl.backends.slurm import BatchJob, Container, launcher_job
+from medarc_rl.checks import Row, State, failed, ok, table
 from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess
 from medarc_rl.checks.job import job_environment, software_rows, storage_rows, token_rows
-from medarc_rl.checks.rows import Row, State, failed, ok, table
 from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.start_dir import StartDir

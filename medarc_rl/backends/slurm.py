@@ -376,8 +376,8 @@ def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: Ru
 def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
     """Print the table of what the job needs. Returns whether all of it is there."""
     # Imported here: a dry run asks nobody.
+    from medarc_rl.checks import as_table, table
     from medarc_rl.checks.job import can_start, job_rows
-    from medarc_rl.checks.rows import as_table, table
 
     rows = list(job_rows(run.config, job, env))
     for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):

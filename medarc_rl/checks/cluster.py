@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, sbatch_env, walltime_s
 from medarc_rl.backends.slurm_queue import SLURM_LIMIT_S, Properties, shown
-from medarc_rl.checks.rows import Row, failed, ok, unknown
+from medarc_rl.checks import Row, failed, ok, unknown
 from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
 from medarc_rl.deployment import training_gpus
 from medarc_rl.errors import UsageError

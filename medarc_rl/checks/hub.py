@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medarc_rl.checks.rows import Row, failed, ok
+from medarc_rl.checks import Row, failed, ok
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.data_files import find_parts
 from prime_rl.checks.disk import snapshot_in_cache

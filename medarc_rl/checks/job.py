@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medarc_rl.backends.slurm import BatchJob, Container, render
+from medarc_rl.checks import Row, State, failed, ok, unknown
 from medarc_rl.checks.cluster import cluster_rows, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess, hub_rows, trained_model
-from medarc_rl.checks.rows import Row, State, failed, ok, unknown
 from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.disk import default_hub_cache, existing_parent, forecast_disk, size_of_folder
