@@ -189,7 +189,7 @@ OPTIONS: Mapping[str, type] = {
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm:Slurm",
-    "ray": "medarc_rl.backends.ray.backend:RayJobs",
+    "ray": "medarc_rl.backends.ray.backend:Ray",
     "kubernetes": "medarc_rl.backends.kubernetes.backend:Kubernetes",
     "sagemaker": "medarc_rl.backends.sagemaker.backend:SageMaker",
 }

@@ -48,8 +48,8 @@ _PROBE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayPrepared(Prepared):
-    """A job for Ray."""
+class PreparedDriver(Prepared):
+    """The command and the config of a driver that is not started yet."""
 
     run: Run[Any]
     kind: str
@@ -58,10 +58,10 @@ class RayPrepared(Prepared):
     """The driver's config. Each job has its own file, so that no other one replaces it."""
 
 
-class RayJobs:
+class Ray:
     """Implements `Backend`."""
 
-    def prepare(self, request: Request) -> RayPrepared:
+    def prepare(self, request: Request) -> PreparedDriver:
         options = request.options
         if importlib.util.find_spec("ray") is None:
             raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
@@ -89,7 +89,7 @@ class RayJobs:
         )
         words = ("--end", str(end), request.kind, "@", str(config))
         argv = (sys.executable, "-m", RAY_DRIVER, *flags, *words)
-        return RayPrepared(
+        return PreparedDriver(
             name=request.name or f"{run.stem}-{request.kind}",
             output=str(run.paths.root),
             text=_text(argv, gpus, options.ray_strategy, address, to_toml(run.config)),
@@ -100,7 +100,7 @@ class RayJobs:
             config=config,
         )
 
-    def submit(self, prepared: RayPrepared) -> Submitted:
+    def submit(self, prepared: PreparedDriver) -> Submitted:
         run, details = prepared.run, prepared.details
         component = CONFIGS[prepared.kind]
         with (

@@ -1,4 +1,4 @@
-"""The SageMaker back-end: submits training jobs and looks after them."""
+"""The SageMaker back-end: prepares and creates training jobs, and shows, follows and stops them later."""
 
 from __future__ import annotations
 
@@ -86,7 +86,47 @@ class SageMaker:
         self._pause = pause
 
     def prepare(self, request: Request) -> PreparedTraining:
-        return prepared_training(request)
+        """Check the run and decide what would be sent. Contacts nobody, and writes only temporary files."""
+        require_boto3()
+        options: SageMakerOptions = with_variables(request.options, os.environ)
+        if options.local:
+            require_docker("--local")
+        project = options.project_dir.absolute()
+        if not project.is_dir():
+            raise UsageError(f"--project-dir {project}: no such directory")
+        run = _loaded(request, options)
+        _check_start(run, project)
+        staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
+        config, path_faults = _config_of(run, project, staged)
+        region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
+        extras = [*options.build_extra, *(("ray",) if request.nodes > 1 else ())]
+        build = ImageBuild.of(options.repository, list(dict.fromkeys(extras))) if options.build else None
+        with packed(staged, config) as bundle:
+            sha256, size_bytes = bundle.sha256, bundle.size_bytes
+        faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
+        job = _job(request, options, sha256, _image(options, build, region), faults)
+        faults += rule_faults(job)
+        named = {fault.split()[0].rstrip(":") for fault in faults}
+        # One line for each option is enough.
+        by_model = [] if options.local else request_faults(job.request())
+        if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in named)]:
+            raise UsageError(*dict.fromkeys(faults))
+        prepared = PreparedTraining(
+            name=job.name,
+            output=job.prefixes.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
+            text="",
+            details={"region": region, **({"profile": options.profile} if options.profile else {})},
+            job=job,
+            staged=staged,
+            config=config,
+            region=region,
+            profile=options.profile,
+            build=build,
+            is_local=options.local,
+            wait_shows_output=True,
+        )
+        shown = replace(prepared, text=_shown(prepared, size_bytes))
+        return replace(shown, run_here=partial(run_local, shown)) if options.local else shown
 
     def submit(self, prepared: PreparedTraining) -> Submitted:
         """Build and push the image, upload the project's files, create the job.
@@ -124,12 +164,7 @@ class SageMaker:
         if not follow:
             return lines.new_lines()
         sagemaker = aws.client("sagemaker")
-
-        def has_ended() -> bool:
-            state = status_of(described(sagemaker, record.id))
-            return state.has_ended or state.state == "unknown"
-
-        return followed(lines, has_ended, self._pause)
+        return followed(lines, lambda: not status_of(described(sagemaker, record.id)).goes_on, self._pause)
 
     def cancel(self, record: JobRecord) -> None:
         with calling(f"sagemaker:StopTrainingJob {record.id}"):
@@ -166,51 +201,7 @@ def _created(sagemaker: Any, job: TrainingJob) -> str:
     return job.name
 
 
-# Preparing: checks a run and decides what would be sent. Contacts nobody and writes nothing.
-
-
-def prepared_training(request: Request) -> PreparedTraining:
-    """Raises UsageError, one line for each fault."""
-    require_boto3()
-    options: SageMakerOptions = with_variables(request.options, os.environ)
-    if options.local:
-        require_docker("--local")
-    project = options.project_dir.absolute()
-    if not project.is_dir():
-        raise UsageError(f"--project-dir {project}: no such directory")
-    run = _loaded(request, options)
-    _check_start(run, project)
-    staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
-    config, path_faults = _config_of(run, project, staged)
-    region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
-    extras = [*options.build_extra, *(("ray",) if request.nodes > 1 else ())]
-    build = ImageBuild.of(options.repository, list(dict.fromkeys(extras))) if options.build else None
-    with packed(staged, config) as bundle:
-        sha256, size_bytes = bundle.sha256, bundle.size_bytes
-    faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
-    job = _job(request, options, sha256, _image(options, build, region), faults)
-    faults += rule_faults(job)
-    named = {fault.split()[0].rstrip(":") for fault in faults}
-    # One line for each option is enough.
-    by_model = [] if options.local else request_faults(job.request())
-    if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in named)]:
-        raise UsageError(*dict.fromkeys(faults))
-    prepared = PreparedTraining(
-        name=job.name,
-        output=job.prefixes.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
-        text="",
-        details={"region": region, **({"profile": options.profile} if options.profile else {})},
-        job=job,
-        staged=staged,
-        config=config,
-        region=region,
-        profile=options.profile,
-        build=build,
-        is_local=options.local,
-        wait_shows_output=True,
-    )
-    shown = replace(prepared, text=_shown(prepared, size_bytes))
-    return replace(shown, run_here=partial(run_local, shown)) if options.local else shown
+# Preparing.
 
 
 def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
