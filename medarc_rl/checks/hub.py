@@ -1,4 +1,4 @@
-"""Whether the models and datasets of a run are there: a folder, complete in the hub's cache, or on the hub."""
+"""Checks that the models and datasets of a run are there: in a folder, complete in the hub's cache, or on the hub."""
 
 from __future__ import annotations
 

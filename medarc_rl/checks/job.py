@@ -1,4 +1,7 @@
-"""Everything that is checked of a batch job before it queues."""
+"""All checks of a batch job before it is submitted, in the order in which it would fail.
+
+Here are those of its script, secrets, directory and software; `cluster.py` and `hub.py` have the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the image of a job with docker and pushes it to ECR. Without docker, one line says what to do instead."""
+"""Docker on this machine: builds the image of a job and pushes it to ECR (`--build`), or runs the job here (`--local`)."""
 
 from __future__ import annotations
 

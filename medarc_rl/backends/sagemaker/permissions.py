@@ -1,4 +1,4 @@
-"""The least rights that a submission and its job need, as IAM policies."""
+"""`medarc_submit sagemaker-policy`: the least rights that a submission and its job need, as IAM policies."""
 
 from __future__ import annotations
 

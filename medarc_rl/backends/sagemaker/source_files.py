@@ -1,4 +1,4 @@
-"""The project's files that a job gets: chosen, packed into one archive, unpacked in the job."""
+"""Chooses the project's files that a job gets, packs them into one archive, and unpacks it in the job."""
 
 from __future__ import annotations
 
