@@ -1,4 +1,4 @@
-"""Docker on this machine: builds the image of a job and pushes it to ECR (`--build`), or runs the job here (`--local`)."""
+"""Docker on this machine: builds and pushes the image of a job (`--build`), or runs the job here (`--local`)."""
 
 from __future__ import annotations
 
