@@ -235,7 +235,9 @@ def record_job(record: JobRecord) -> bool:
 
 def config_files(words: Sequence[str]) -> str:
     """The TOML files among the words of a command line, as typed."""
-    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))
+    # `--key=x.toml` sets a key.
+    files = (word.removeprefix("@") for word in words if not word.startswith("-"))
+    return " ".join(file for file in files if file.endswith(".toml"))
 
 
 def _read(file: Path) -> JobRecord:
