@@ -169,6 +169,8 @@ class Backend(Tracker, Protocol[PreparedT]):
     def prepare(self, request: Request) -> PreparedT:
         """Check everything that can be known before anything is uploaded or queued.
 
+        Slurm's also writes config and script, which a dry run shows by their paths.
+
         Raises:
             UsageError: one line for each fault.
         """
