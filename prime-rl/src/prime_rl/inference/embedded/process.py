@@ -18,7 +18,6 @@ from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.machine.open_files import allow_connections
-from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 _GRACE_S = 3
 
@@ -78,8 +77,6 @@ class EmbeddedServer(uvicorn.Server):
             bound_kernel_caches()
             with import_without_gc():
                 import_transformers()
-                if computes_without_gpu(self.inference.device):
-                    defer_compiler()
                 from prime_rl.inference.embedded.startup import start_service
 
             service = start_service(self.inference)
