@@ -73,7 +73,7 @@ READ_BY_NAME = {
         "prime_rl.trainer.sft.data.conversation",
         "getattr(loss_mask, role)",
     ),
-    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
+    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.messages", "columns.of_rows"),
     "prime_rl.configs.supervised.evaluation.SFTEvalConfig": (
         "prime_rl.configs.supervised.evaluation",
         "return OfflineEvalConfig(",
@@ -97,8 +97,8 @@ READ_BY_NAME = {
         f"rl.judge.{key}": ("prime_rl.configs.rl.propagation", "explicit_values(judge)")
         for key in JudgeConfig.model_fields
     },
-    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
-    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "config.to_vllm()"),
+    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.serve", "config.to_vllm()"),
+    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.serve", "config.to_vllm()"),
     **{
         f"{root}.allocation_mode": ("prime_rl.configs.areal.launched", 'data.get("allocation_mode")')
         for root in ("rl", "sft")

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.cache_budget import CacheBudget
-from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.startup import start_service
+from prime_rl.inference.embedded.startup import CacheBudget, start_service
 
 GIB = 2**30
 TOKEN_BYTES = 2**17

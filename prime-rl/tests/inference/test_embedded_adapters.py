@@ -14,14 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.adapter_files import AdapterMissing
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
 from prime_rl.inference.embedded.errors import GenerationFailed
+from prime_rl.inference.model_files import AdapterMissing, WeightError
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", "gemma3")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

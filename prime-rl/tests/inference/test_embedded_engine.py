@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import TOKENS_AT_ONCE, ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
-from prime_rl.inference.embedded.engine.slots import KVSlots
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
-from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
+from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cuda.decode_graphs import Compute
-from prime_rl.inference.embedded.cuda.recorder import CudaRecorder
+from prime_rl.inference.embedded.engine.decode_graphs import Compute, CudaRecorder
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits

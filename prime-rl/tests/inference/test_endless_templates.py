@@ -19,9 +19,9 @@ from prime_rl.inference.embedded.errors import UnsupportedModel
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
-from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import RequestError
-from prime_rl.inference.vllm.templates import bound_rendering
+from prime_rl.inference.rendering import in_time
+from prime_rl.inference.vllm.plugin import bound_rendering
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"

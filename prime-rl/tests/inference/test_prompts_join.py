@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams, Sequence
 from prime_rl.inference.embedded.engine.scheduler import Limits, Scheduler
-from prime_rl.inference.embedded.engine.slots import KVSlots
 
 
 def scheduler_with(steps_without_prompts: int) -> Scheduler:

@@ -29,9 +29,9 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
-from prime_rl.trainer.rl.packing import pack_batch
+from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 

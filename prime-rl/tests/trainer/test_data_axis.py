@@ -15,9 +15,8 @@ from prime_rl.configs.sft import FakeDataConfig
 from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import FakeDataLoaderConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.data_axis import DataAxis, data_groups
 from prime_rl.trainer.process.errors import BatchError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, data_groups
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import FakeBatches, PackedBatches, readers_by_data_rank
 from prime_rl.trainer.sft.data.packer import setup_rows

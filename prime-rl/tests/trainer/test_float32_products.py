@@ -25,7 +25,7 @@ from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_e
 from prime_rl.trainer.kernels.product_choice import LayerLibraries, Library, ProductChoice
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 CONVERTING = in_float32(plain_product)
 ROUNDING = 2**-8

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
 from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits
+from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import setup_optimizer
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 VOCAB = 128
 ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]

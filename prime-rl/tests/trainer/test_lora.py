@@ -37,14 +37,13 @@ from prime_rl.configs.trainer import (
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_entropy_sum
-from prime_rl.trainer.lora.adapters import LowRank, full_tensor
-from prime_rl.trainer.lora.export import gather_adapter, peft_config
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.lora import LowRank, full_tensor, gather_adapter, peft_config
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
-from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import MicroBatch

@@ -9,9 +9,9 @@ from torch import Tensor
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.linear_cross_entropy import Limits
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.packed_rows import fold
+from prime_rl.trainer.model.layouts import fold
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 VOCAB = 128
 

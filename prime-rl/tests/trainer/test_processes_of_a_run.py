@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prime_rl.launch import reserved_ports
 from prime_rl.run.paths import STORE_VARIABLE
 from prime_rl.trainer.process.errors import ModelError, RendezvousError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
 from prime_rl.trainer.process.world import destroy_world, leaving_when_done, setup_world
 

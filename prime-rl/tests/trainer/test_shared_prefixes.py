@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.layouts import SHARED, find_shared_prefixes
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 PROMPT = list(range(20, 32))
 GROUP = [[*PROMPT, 5, 6, 7], [*PROMPT, 5, 9], [*PROMPT], [3, 4, 5, 6], [*PROMPT, 5, 6, 8, 8, 8]]

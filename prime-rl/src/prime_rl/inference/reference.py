@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.inference.access import HEALTH, METRICS
+from prime_rl.inference.guards import HEALTH, METRICS
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,

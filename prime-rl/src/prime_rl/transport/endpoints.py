@@ -18,9 +18,16 @@ from typing import Any, Self
 import zmq
 from zmq.utils import z85
 
-from prime_rl.transport.errors import TransportError
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE, is_loopback
 from prime_rl.utils.private import NotPrivate, runtime_directory
+
+# FOLDED errors:
+# Errors in communication between orchestrator, trainer and inference servers that the user can fix.
+
+
+class TransportError(Exception):
+    """A transport failure; the message alone explains it, without a traceback."""
+
 
 _MIN_KEY_LENGTH = 16
 

@@ -16,7 +16,7 @@ from prime_rl.launch import reserved_ports
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.errors import BroadcastError
-from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
+from prime_rl.trainer.rl.broadcast import GroupBroadcast
 from prime_rl.transport.weights import WeightGroup
 from prime_rl.utils.files import STABLE
 

@@ -16,7 +16,7 @@ from prime_rl.trainer.rl.loss import (
     split_inputs,
     tokens_of,
 )
-from prime_rl.trainer.rl.sequences import RowLayout
+from prime_rl.trainer.rl.rows import RowLayout
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.rl.packing import (
+from prime_rl.trainer.rl.batches import (
     BadBatch,
     distribute,
     first_fit_decreasing,

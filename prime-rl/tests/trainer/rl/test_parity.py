@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from prime_rl.configs.trainer import DefaultLossConfig, LoRAConfig, ModelConfig, ParityConfig
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import pack_batch
 from prime_rl.trainer.rl.parity import ParityGate, ParityMismatch
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize

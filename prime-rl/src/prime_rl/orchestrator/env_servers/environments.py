@@ -48,8 +48,7 @@ from prime_rl.orchestrator.rollouts.rollout import (
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.beats import own_beats, server_name
-from prime_rl.transport.endpoints import Endpoint
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import Endpoint, TransportError
 from prime_rl.utils.logger import get_logger
 
 SERVER_STARTUP_TIMEOUT_S = 600.0

@@ -18,9 +18,15 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
-from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
-from prime_rl.trainer.model.own_code import own_class
+from prime_rl.trainer.model.build import own_class
+from prime_rl.trainer.model.lora import (
+    PeftAdapter,
+    adapter_parameter_names,
+    float32_names,
+    full_tensor,
+    gather_adapter,
+    merge_adapter,
+)
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from prime_rl.trainer.model.packed_rows import sequence_bounds
+from prime_rl.trainer.model.layouts import sequence_bounds
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.versions import varlen_kernel
 

@@ -21,11 +21,17 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
 from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
-from prime_rl.trainer.lora.adapters import is_adapted
-from prime_rl.trainer.model.packed_rows import Grid, fold
-from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
-from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
-from prime_rl.transport.to_device import to_device
+from prime_rl.trainer.model.layouts import (
+    SHARED,
+    Grid,
+    PrefixTree,
+    SequenceBlocks,
+    find_sequence_blocks,
+    find_shared_prefixes,
+    fold,
+)
+from prime_rl.trainer.model.lora import is_adapted
+from prime_rl.transport.weights import to_device
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.model.packed_rows import Grid
+from prime_rl.trainer.model.layouts import SHARED, Grid
 from prime_rl.trainer.model.scoring import Layout, score_tokens, scoring_of
-from prime_rl.trainer.model.shared_prefixes import SHARED
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.model_lengths import tightened
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from prime_rl.trainer.optim.shards import local
+from prime_rl.trainer.optim.optimizer import local
 
 SLICE_BYTES = 2**30
 """Size of the parameters that are updated at a time, at least one of them. AdamW's states take twice that."""

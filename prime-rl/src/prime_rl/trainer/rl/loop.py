@@ -17,18 +17,17 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
-from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.optimizer import clip_gradients
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import BatchError, DivergedError
 from prime_rl.trainer.process.host_memory import return_freed_memory
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
 from prime_rl.trainer.rl.broadcast import Broadcast
-from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
+from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.parity import ParityGate
-from prime_rl.trainer.rl.report import Reporter, StepReport
+from prime_rl.trainer.rl.report import MetricValues, Reporter, StepReport, Stopwatch
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.utils.logger import get_logger

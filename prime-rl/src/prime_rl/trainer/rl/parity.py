@@ -8,7 +8,7 @@ import torch
 
 from prime_rl.configs.trainer import ParityConfig
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.utils.logger import get_logger

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.lora import StepAdapters
-from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.tensors import on_device, padded_tokens
 from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.sizes import padded_tokens
-from prime_rl.inference.embedded.transfer import on_device
-from prime_rl.transport.to_device import to_device
+from prime_rl.transport.weights import to_device
 
 ATTENTION_NAME = "kv_slots"
 

@@ -15,17 +15,16 @@ from typing import Any, Self
 
 import torch
 
-from prime_rl.inference.adapter_files import check_base_version
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, TopLogprobs
 from prime_rl.inference.embedded.engine.generation import Sequence as Sample
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
 from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, prompt_logprobs
 from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
+from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
-from prime_rl.inference.embedded.transfer import on_device
+from prime_rl.inference.model_files import WeightError, check_base_version
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of

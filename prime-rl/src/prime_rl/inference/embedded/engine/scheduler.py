@@ -6,11 +6,10 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 
+from prime_rl.inference.embedded.engine.cache import KVSlots, Match, PrefixCache
 from prime_rl.inference.embedded.engine.common_start import Origin
 from prime_rl.inference.embedded.engine.generation import Sequence
-from prime_rl.inference.embedded.engine.prefixes import Match, PrefixCache
-from prime_rl.inference.embedded.engine.slots import KVSlots
-from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
+from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from prime_rl.inference.embedded.engine.lora import Adapter
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.embedded.http.tool_calls import ToolParser
-from prime_rl.inference.limits import MAX_CHARS_PER_TOKEN
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
+    MAX_CHARS_PER_TOKEN,
     ChatBody,
     CompletionBody,
     RequestError,

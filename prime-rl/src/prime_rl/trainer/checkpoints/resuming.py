@@ -1,4 +1,4 @@
-"""Describes what a trainer has restored, read from its state after the load."""
+"""TODO: say what this module does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,32 @@ from torch.optim import Optimizer
 
 from prime_rl.run.attempts import checked_files
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.resuming import Changes
 from prime_rl.trainer.checkpoints.files import random_state
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.logger import get_logger
+
+# FOLDED changes:
+# Refuses or reports a config that differs from the one of the resumed checkpoint.
+
+
+def check_changes(changes: Changes, process: Process) -> None:
+    """Log which changed keys are applied and which have no effect.
+
+    Raises:
+        ResumeRefused: a key changed that makes the run no continuation, with one line for each such key.
+    """
+    if faults := list(changes.faults()):
+        raise ResumeRefused("\n".join(faults))
+    if process.is_main:
+        for line in changes.lines():
+            get_logger().info(line)
+
+
+# FOLDED restored:
+# Describes what a trainer has restored, read from its state after the load.
 
 
 def restored_state(state: TrainState, paths: RunPaths, step: int, process: Process) -> dict[str, Any]:

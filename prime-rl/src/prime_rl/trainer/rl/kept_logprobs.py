@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prime_rl.run.paths import OrchestratorPaths
-from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 

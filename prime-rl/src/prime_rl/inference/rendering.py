@@ -1,16 +1,43 @@
-"""Bounds the time that vLLM takes to render a conversation.
-
-vLLM itself gives up after 30 s, with status 500, but its thread goes on as long as the template loops.
-"""
+"""TODO: say what this module does."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from prime_rl.inference.preparation import in_time
+from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.protocol import RequestError
+
+# FOLDED preparation:
+# Bounds the time to render and tokenize a request: a model's own chat template may loop.
+
+
+Result = TypeVar("Result")
+
+
+def in_time(work: Callable[[], Result], limit_s: float = MAX_RENDER_S) -> Result:
+    """The result of `work`, which prepares a request.
+
+    Raises:
+        RequestError: it takes longer than `limit_s`.
+    """
+    try:
+        with time_limit(limit_s):
+            return work()
+    except OutOfTime:
+        raise RequestError(
+            f"Rendering and tokenizing the messages takes more than {limit_s:g} s: look for a loop in the chat "
+            "template",
+            param="messages",
+        ) from None
+
+
+# FOLDED templates:
+# Bounds the time that vLLM takes to render a conversation.
+#
+# vLLM itself gives up after 30 s, with status 500, but its thread goes on as long as the template loops.
+
 
 LIMIT_S = 25.0
 """Less than vLLM's own limit."""

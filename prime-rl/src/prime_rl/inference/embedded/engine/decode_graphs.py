@@ -1,12 +1,4 @@
-"""Decodes by replaying recorded steps: a step of a small model is hundreds of kernels, and launching each from Python
-takes longer than computing it.
-
-A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
-numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
-and positions, on the device. All sequences of a recorded step have the same adapter, or none. Weights and adapters are
-replaced in place, so that recorded steps stay right; slots that grow move, which drops them all.
-Shapes: B rows, H hidden size.
-"""
+"""TODO: say what this module does."""
 
 from __future__ import annotations
 
@@ -19,14 +11,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prime_rl.inference.embedded.cpu.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.attention import SlotStep
+from prime_rl.inference.embedded.engine.cache import KVSlots
+from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, Layers, StepAdapters
-from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.tensors import fill, rounded_up
 from prime_rl.inference.embedded.errors import first_line
-from prime_rl.inference.embedded.sizes import rounded_up
-from prime_rl.inference.embedded.transfer import fill
 from prime_rl.utils.logger import get_logger
+
+# FOLDED decode_graphs:
+# Decodes by replaying recorded steps: a step of a small model is hundreds of kernels, and launching each from Python
+# takes longer than computing it.
+#
+# A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
+# numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
+# and positions, on the device. All sequences of a recorded step have the same adapter, or none. Weights and adapters are
+# replaced in place, so that recorded steps stay right; slots that grow move, which drops them all.
+# Shapes: B rows, H hidden size.
+
 
 MOST_GRAPHS = 64
 """Recorded steps kept, the last used ones. One of a model with 30 layers takes some MiB in the driver."""
@@ -187,3 +189,51 @@ def _layers_of(adapter: Adapter | None) -> Layers | None:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     norms = expected.float().norm(dim=-1)
     return bool(((found.float() - expected.float()).norm(dim=-1) <= _TOLERANCE * norms).all())
+
+
+# FOLDED recorder:
+# Records computations as CUDA graphs. Nothing here runs without a GPU.
+
+
+_LEAST_FREE_BYTES = 1 << 30
+"""Free memory of the device below which nothing more is recorded: trainer and engine may share it."""
+
+
+class CudaRecorder:
+    """Records functions as CUDA graphs, all in one memory pool.
+
+    A graph's intermediate results may lie where those of another do, because one is replayed after the other. Its
+    inputs lie elsewhere, and its result stays where it is as long as someone holds it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One stream for all recordings, because cuBLAS keeps a workspace for each.
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Compute) -> Compute:
+        """Returns a function that replays the graph on the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # This block restores the caller's stream if the recording fails, which `torch.cuda.graph` then does not.
+        with torch.cuda.stream(self._stream):
+            compute()  # cuBLAS and Triton allocate and choose kernels at the first call, which cannot be recorded
+            # Other threads of the server may use CUDA meanwhile, which the default mode would count as a failure.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def has_room(self) -> bool:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + kept >= _LEAST_FREE_BYTES
+
+    def forget(self) -> None:
+        # PyTorch does not record into a pool that all graphs have left.
+        self._pool = torch.cuda.graph_pool_handle()
