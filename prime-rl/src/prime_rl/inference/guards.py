@@ -1,4 +1,4 @@
-"""TODO: say what this module does."""
+"""ASGI middleware of both engines: requires the server's key, and bounds the size and the time of request bodies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from starlette.websockets import WebSocketClose
 
 from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODY_BYTES, MAX_MARKS, RequestError
 from prime_rl.utils.engine_keys import is_bearer
-
-# FOLDED access:
-# Refuses requests without the server's key, in both engines.
-
 
 HEALTH = "/health"
 METRICS = "/metrics"
@@ -53,9 +49,6 @@ _FAULT = RequestError(
 # Closes the connection, because the body of a stranger is not read.
 _HEADERS = {"WWW-Authenticate": "Bearer", "Connection": "close"}
 _UNAUTHORIZED = JSONResponse(_FAULT.body(), HTTPStatus.UNAUTHORIZED, _HEADERS)
-
-# FOLDED bodies:
-# Bounds the size of request bodies and the time in which they arrive, in both engines.
 
 
 _MARKS = (b"[", b"{", b'"')

@@ -1,4 +1,9 @@
-"""TODO: say what this module does."""
+"""Checks safetensors directories of models and LoRA adapters before anything is loaded.
+
+Only headers are read, so torch is not imported. A directory of an adapter in PEFT's format holds `adapter_config.json`
+and `adapter_model.safetensors`. For a linear layer at `<path>`, the keys are `base_model.model.<path>.lora_A.weight`
+[R, I] and `lora_B.weight` [O, R], with rank R, I inputs and O outputs.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-
-# FOLDED checkpoint_files:
-# Validates safetensors checkpoint directories, as the trainer broadcasts them, before anything is loaded.
-
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -129,14 +130,6 @@ def refuse_adapter(directory: Path) -> None:
 def mismatch_error(directory: Path, reason: str) -> WeightError:
     """The error for a directory whose contents do not fit the model; the caller raises it."""
     return WeightError(f"{str(directory)!r} does not fit the model: {reason}")
-
-
-# FOLDED adapter_files:
-# Validates LoRA adapter directories in PEFT's format against the base model before anything is loaded.
-#
-# A directory holds `adapter_config.json` and `adapter_model.safetensors`. For a linear layer at `<path>`, the keys are
-# `base_model.model.<path>.lora_A.weight` [R, I] and `lora_B.weight` [O, R], with rank R, I inputs and O outputs.
-# Only safetensors headers are read, so torch is not imported.
 
 
 DEFAULT_MAX_RANK = 16

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-# FOLDED limits:
 # Limits on what one request may ask for. Requests beyond them are refused with status 4xx.
 
 

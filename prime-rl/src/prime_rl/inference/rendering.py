@@ -1,4 +1,7 @@
-"""TODO: say what this module does."""
+"""Bounds the time to render and tokenize a request, in both engines: a model's own chat template may loop.
+
+vLLM itself gives up after 30 s, with status 500, but its thread goes on as long as the template loops.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,6 @@ from typing import Any, TypeVar
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.protocol import RequestError
-
-# FOLDED preparation:
-# Bounds the time to render and tokenize a request: a model's own chat template may loop.
-
 
 Result = TypeVar("Result")
 
@@ -31,12 +30,6 @@ def in_time(work: Callable[[], Result], limit_s: float = MAX_RENDER_S) -> Result
             "template",
             param="messages",
         ) from None
-
-
-# FOLDED templates:
-# Bounds the time that vLLM takes to render a conversation.
-#
-# vLLM itself gives up after 30 s, with status 500, but its thread goes on as long as the template loops.
 
 
 LIMIT_S = 25.0

@@ -1,4 +1,5 @@
-"""TODO: say what this module does."""
+"""Opens a trainer's monitors: metrics file, W&B, metrics server, heartbeat, benchmark table, and profiles of a few
+steps."""
 
 from __future__ import annotations
 
@@ -29,9 +30,6 @@ from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
-
-# FOLDED profiling:
-# Profiles a run: a trace of a few steps, and snapshots of the GPU's memory.
 
 
 _MAX_MEMORY_EVENTS = 100_000
@@ -99,10 +97,6 @@ class Profile:
             yield
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-# FOLDED telemetry:
-# Opens a trainer's monitors: metrics file, W&B, metrics server, heartbeat, profiles, benchmark table.
 
 
 BENCH_COLUMNS = {

@@ -21,9 +21,6 @@ from zmq.utils import z85
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE, is_loopback
 from prime_rl.utils.private import NotPrivate, runtime_directory
 
-# FOLDED errors:
-# Errors in communication between orchestrator, trainer and inference servers that the user can fix.
-
 
 class TransportError(Exception):
     """A transport failure; the message alone explains it, without a traceback."""

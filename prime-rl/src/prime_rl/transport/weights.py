@@ -237,7 +237,6 @@ def _backend(
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-# FOLDED to_device:
 # Moves what the host has computed to the model's device without waiting for the device.
 
 

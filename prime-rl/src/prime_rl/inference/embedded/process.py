@@ -21,10 +21,6 @@ from prime_rl.utils.imports import bound_kernel_caches, import_transformers, imp
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.machine.open_files import allow_connections
 
-# FOLDED connections:
-# Bounds the number of open connections, and the time that a new one may take to send a request.
-
-
 _NUM_CANDIDATES = 32
 
 

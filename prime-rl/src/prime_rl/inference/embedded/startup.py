@@ -29,10 +29,6 @@ from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.machine.memory import usable_memory_bytes
 
-# FOLDED cache_budget:
-# How much memory the key-value cache may use, and whether that is enough to serve.
-
-
 CPU_MEMORY_SHARE = 0.25
 """Fraction of the usable memory for the key-value cache on a CPU, which is shared with trainer and environments."""
 

@@ -15,10 +15,6 @@ from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.machine.memory import usable_memory_bytes
 
-# FOLDED arguments:
-# Translates an inference config into vLLM's server arguments.
-
-
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
 

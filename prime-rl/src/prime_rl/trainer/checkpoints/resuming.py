@@ -1,4 +1,4 @@
-"""TODO: say what this module does."""
+"""Compares a resumed run's config with that of its checkpoint, and describes what the trainer has restored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import get_logger
 
-# FOLDED changes:
-# Refuses or reports a config that differs from the one of the resumed checkpoint.
-
 
 def check_changes(changes: Changes, process: Process) -> None:
     """Log which changed keys are applied and which have no effect.
@@ -33,10 +30,6 @@ def check_changes(changes: Changes, process: Process) -> None:
     if process.is_main:
         for line in changes.lines():
             get_logger().info(line)
-
-
-# FOLDED restored:
-# Describes what a trainer has restored, read from its state after the load.
 
 
 def restored_state(state: TrainState, paths: RunPaths, step: int, process: Process) -> dict[str, Any]:

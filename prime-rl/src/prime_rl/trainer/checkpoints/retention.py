@@ -1,4 +1,4 @@
-"""Decides which checkpoints and exports of a run stay on disk, and records the best step."""
+"""Decides which checkpoints and exports stay on disk: by age, by validation loss, and until they are evaluated."""
 
 from __future__ import annotations
 
@@ -87,10 +87,6 @@ class Retention:
             except OSError as error:
                 get_logger().warning(f"could not delete an old checkpoint: {error}")
             self.steps.discard(old[directory])
-
-
-# FOLDED evaluated:
-# Exports for the evaluation that runs next to a training: when one is due, and who deletes it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""TODO: say what this module does."""
+"""Writes and reads the sharded part of a checkpoint, which all processes save together.
+
+Shards are hashed while they are written, so that no save reads them back. Reading runs no code that a damaged or
+foreign file may hold.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,6 @@ from prime_rl.trainer.checkpoints.files import first_line, first_reason
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.world import PlainUnpickler
 from prime_rl.utils.contents import CHUNK_BYTES, FileRecord
-
-# FOLDED hashing:
-# Hashes the shards of a checkpoint while they are written, so that no save reads them back.
 
 
 def save_sharded(
@@ -98,10 +99,6 @@ class _HashedStream(io.IOBase):
 
     def fileno(self) -> int:
         return self._file.fileno()
-
-
-# FOLDED reading:
-# Reads the sharded part of a checkpoint without running code that a damaged or foreign file may hold.
 
 
 def read_sharded(state: dict[str, Any], directory: Path) -> None:

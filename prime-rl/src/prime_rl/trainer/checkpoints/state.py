@@ -1,4 +1,7 @@
-"""The state of a training run that a checkpoint holds, and its parts as they are saved."""
+"""The state of a training run that a checkpoint holds, and its parts as they are saved.
+
+Frozen weights are left out: they come with the model, and a resumed run must have the same ones.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,6 @@ from prime_rl.trainer.checkpoints.files import load_object, rank_file
 from prime_rl.trainer.model.lora import LowRank
 from prime_rl.trainer.optim.scheduler import continue_schedule
 from prime_rl.trainer.process.errors import ResumeRefused
-
-# FOLDED frozen:
-# Frozen weights: checkpoints leave them out, and a resumed run must have the same ones.
-
 
 _DIGEST_RANGE = 2**40
 

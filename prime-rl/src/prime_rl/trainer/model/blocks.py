@@ -1,4 +1,10 @@
-"""Applies compilation, activation checkpointing and activation offloading to decoder blocks."""
+"""Applies compilation, activation checkpointing and activation offloading to decoder blocks, and keeps their weights
+gathered during a step.
+
+Activation offloading keeps saved activations in host memory between the forward and the backward pass. Copies run on a
+CUDA stream beside the computation. In the forward pass, the newest `max_inflight_activations` stay on the device until
+they are copied; in the backward pass, that many are prefetched.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +27,6 @@ from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.versions import compile_for_all_shapes
 from prime_rl.utils.logger import get_logger
-
-# FOLDED activation_offload:
-# Activation offloading: keeps saved activations in host memory between the forward and the backward pass.
-#
-# Copies run on their own CUDA stream, in parallel with the computation. In the forward pass, the newest
-# `max_inflight_activations` stay on the device until they are copied; in the backward pass, that many are prefetched.
-
 
 MIN_BYTES = 1024
 """Smaller tensors are not offloaded: moving them is not worth the memory saved."""
@@ -195,10 +194,6 @@ def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
             return forward(*args, **kwargs)
 
     return offloading
-
-
-# FOLDED accumulation:
-# Gathers sharded weights once for several micro-batches of a step.
 
 
 Row = TypeVar("Row")

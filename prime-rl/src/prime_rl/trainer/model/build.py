@@ -49,9 +49,6 @@ from prime_rl.utils.files import locked_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths
 
-# FOLDED own_code:
-# The code that a model or a tokenizer brings with it (`trust_remote_code`).
-
 
 def own_class(model: nn.Module) -> type | None:
     """The class that a model brought with it; None for those of Transformers."""

@@ -1,4 +1,9 @@
-"""TODO: say what this module does."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
+
+An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
+projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
+Exports are in PEFT's format, which PEFT and vLLM load directly.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from prime_rl.configs.trainer import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.logger import get_logger
-
-# FOLDED targets:
-# Selects the modules that `model.lora` adapts or trains in full.
-
 
 EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked expert weights, and the projections that are concatenated in each of them."""
@@ -144,13 +145,6 @@ def _has_hub_names(path: str, module: nn.Module, model: PreTrainedModel) -> bool
     """Whether the hub format names each expert's projections the way its adapter will be named."""
     state = {f"{path}.{name}": torch.empty_like(getattr(module, name), device="meta") for name in EXPERT_PROJECTIONS}
     return {f"{path}.0.{part}.weight" for part in PROJECTIONS} <= revert_weight_conversion(model, state).keys()
-
-
-# FOLDED adapters:
-# Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
-#
-# An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
-# projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
 
 
 _SEED = 0
@@ -329,10 +323,6 @@ def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Ten
 def _project(weight: Tensor, loras: list[LowRank], factors: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
     added = [lora.product(x, a, b) for lora, (a, b) in zip(loras, factors, strict=True)]
     return nn.functional.linear(x, weight) + torch.cat(added, dim=-1)
-
-
-# FOLDED export:
-# Exports LoRA adapters in PEFT's format, which PEFT and vLLM load directly.
 
 
 _PREFIX = "base_model.model."

@@ -1,4 +1,9 @@
-"""Sets up the optimizer, and clips gradients."""
+"""Optimizers (AdamW, SGD, Muon) and gradient clipping, on this process's shards.
+
+The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
+through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
+operations here get plain tensors: this process's shards.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,6 @@ from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, S
 from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.utils.logger import get_logger
-
-# FOLDED shards:
-# AdamW and the gradient norm on this process's own shards.
-#
-# The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
-# through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
-# operations here get plain tensors: this process's shards.
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -66,10 +64,6 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place."""
     with torch.no_grad():
         torch._foreach_mul_(list(map(local, tensors)), factor)
-
-
-# FOLDED muon:
-# The Muon optimizer: orthogonalized momentum for matrices, AdamW for all other parameters.
 
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)

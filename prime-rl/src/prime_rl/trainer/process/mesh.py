@@ -1,4 +1,4 @@
-"""TODO: say what this module does."""
+"""Lays the trainer's processes out along axes: which weights a process holds, and which rows it trains on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from prime_rl.configs.model import ModelConfig, replication_fault
 from prime_rl.trainer.process.errors import DeviceError
 from prime_rl.trainer.process.world import Process
-
-# FOLDED data_axis:
-# The data axis: which rows a process trains on, and sums over all of them.
-
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Names of the mesh axes along which processes read different rows. Along any other axis they share rows."""
@@ -93,10 +89,6 @@ def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:
     by_data_rank = ranks.movedim(data_axes, list(range(len(data_axes))))
     data_size = by_data_rank.shape[: len(data_axes)].numel()
     return by_data_rank.reshape(data_size, -1).T.tolist()
-
-
-# FOLDED parallel_dims:
-# Lays the trainer's processes out along axes.
 
 
 @dataclass(frozen=True, slots=True)

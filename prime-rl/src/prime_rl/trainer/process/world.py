@@ -1,4 +1,8 @@
-"""This process of the trainer, and the group that connects all of them."""
+"""Joins this process to the trainer's process group.
+
+Ranks find each other through a store, and exchange objects that are unpickled without running code: torch pickles
+them, so otherwise a user who can connect to a rank, or write a checkpoint, could run code as this user.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,6 @@ from prime_rl.transport.weights import tcp_store
 from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
 
-# FOLDED store:
-# The store through which ranks find each other before they join the process group.
-
 
 def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> dist.Store | None:
     """Open the store for `init_process_group`; None lets torch open its own, as under torchrun.
@@ -63,12 +64,6 @@ def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) 
     # A person who copies the commands of a dry run needs the directory, too.
     Path(place).parent.mkdir(mode=0o700, exist_ok=True)
     return dist.FileStore(place, world_size)
-
-
-# FOLDED unpickling:
-# Unpickling that runs no code: for the index of a checkpoint, and for objects that ranks exchange.
-#
-# torch pickles both. Otherwise, a user who can write a checkpoint or connect to a rank could run code as this user.
 
 
 _VALUES: tuple[object, ...] = (

@@ -1,4 +1,5 @@
-"""Sources of packed rows for each step: the orchestrator's batches, or random tokens."""
+"""Sources of micro-batches for each step: the orchestrator's batches, packed into rows and dealt out to the ranks, or
+random tokens."""
 
 from __future__ import annotations
 
@@ -27,9 +28,6 @@ from prime_rl.transport import (
     setup_micro_batch_sender,
 )
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
-
-# FOLDED packing:
-# Packs training samples into rows and distributes the rows over data-parallel ranks.
 
 
 class BadBatch(TrainerError):

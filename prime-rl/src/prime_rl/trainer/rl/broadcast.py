@@ -1,4 +1,4 @@
-"""Broadcasts policy weights to the inference engines through the filesystem."""
+"""Broadcasts policy weights to the inference engines: through files, or directly into their memory (NCCL or gloo)."""
 
 from __future__ import annotations
 
@@ -92,10 +92,6 @@ class FileSystemBroadcast:
             version = step_of(directory)
             if version is not None and is_unwanted(version):
                 shutil.rmtree(directory, ignore_errors=True)
-
-
-# FOLDED group_broadcast:
-# Broadcasts policy weights directly into the memory of the inference engines, through NCCL or gloo.
 
 
 POLL_S = 0.02

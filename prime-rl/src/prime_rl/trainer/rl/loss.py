@@ -36,12 +36,11 @@ from prime_rl.monitors.stats import Stats
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.rows import RowLayout, Sequences
 
-# FOLDED objectives:
 # Published policy-gradient objectives, as functions of the trained tokens of a row's sequences.
 #
-# Each objective computes the loss l_t of every token from its advantage A_t and its probabilities under three policies:
-# the trained one (theta), the one that sampled it (behave), and the one at the start of the step (prox). The caller
-# averages the losses (`average` in the config). If the policies are equal, every objective's gradient is
+# Each objective computes the loss l_t of every token from its advantage A_t and its probabilities under three
+# policies: the trained one (theta), the one that sampled it (behave), and the one at the start of the step (prox).
+# The caller averages the losses (`average` in the config). If the policies are equal, every objective's gradient is
 # -A_t * grad log theta_t. `sg` is stop-gradient.
 
 

@@ -1,4 +1,4 @@
-"""Reports each training step: one log line for people, and metrics for monitors."""
+"""Metrics of a training step: gathered over data ranks, as one log line for people and as numbers for monitors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.rl.step import StepSize
 from prime_rl.trainer.telemetry import Telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
-
-# FOLDED metrics:
-# Metrics of a training step: collects values, gathers them over data ranks, computes statistics, and times phases.
-
 
 NAN = float("nan")
 

@@ -1,4 +1,9 @@
-"""Packed rows as tensors, and the model's log-probabilities and entropies for their tokens."""
+"""Micro-batches as tensors, sums over each of their sequences, and the model's log-probabilities for their tokens.
+
+A loss that goes through the sequences one by one takes hundreds of small operations for each. On a GPU it would also
+wait several times for each, because the number of a mask's true elements is known only there. So the layout of a
+micro-batch is computed on the host, once.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +26,6 @@ from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, scor
 from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.transport.messages import MicroBatch
 from prime_rl.transport.weights import to_device
-
-# FOLDED sequences:
-# Sums and means over each sequence of a packed row, for all of its sequences at once.
-#
-# A loss that goes through the sequences one by one takes hundreds of small operations for each. On a GPU it would also
-# wait several times for each, because the number of a mask's true elements is known only there. So the layout of a row is
-# computed on the host, once.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Resumes a run: checks that its data has not changed, restores the position in it, and logs a receipt."""
+"""Resumes an SFT run: checks that data, tokenizer and packing are the same, and restores the position in the data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# FOLDED fingerprint:
-# Fingerprint of everything that determines an SFT run's rows, saved in checkpoints and compared on resume.
 
 
 WHOLE_BYTES = 2**30

@@ -1,4 +1,9 @@
-"""TODO: say what this module does."""
+"""Key-value cache of the embedded engine: slots of the running sequences, and prefixes of earlier ones to start from.
+
+A slot is one row of the cache: row i belongs to running sequence i. A conversation's next turn starts with all tokens
+of the previous one, and the requests of a group share their prompt, so `Prefixes` keeps keys and values of earlier
+tokens. They are reused only under the weights that computed them: every update of weights or adapters clears them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,6 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.engine.generation import Sequence
 from prime_rl.inference.embedded.engine.tensors import on_device, rounded_up
-
-# FOLDED slots:
-# Key-value cache of the running sequences: one row (slot) per sequence, row i for running sequence i.
-
 
 _LENGTH_STEP = 32
 _ROW_STEP = 16
@@ -121,14 +122,6 @@ class KVSlots:
         """At most 31 tokens or a quarter more. Attention reads whole rows, so a short step of growth saves time; the
         steps become longer with the rows, so that sequences are copied a few times only."""
         return rounded_up(length, _LENGTH_STEP, steps_per_doubling=4)
-
-
-# FOLDED prefixes:
-# Prefix cache: reuses the keys and values of earlier tokens instead of prefilling them again.
-#
-# A conversation's next turn starts with all tokens of the previous one, and the requests of a group share their prompt.
-# Keys and values are reused only under the weights that computed them: every update of weights or adapters clears the
-# cache.
 
 
 BLOCK_TOKENS = 16

@@ -1,4 +1,12 @@
-"""TODO: say what this module does."""
+"""Decodes by replaying CUDA graphs: a step of a small model is hundreds of kernels, and launching each from Python
+takes longer than computing it.
+
+A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
+numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
+and positions, on the device. All sequences of a recorded step have the same adapter, or none. Weights and adapters are
+replaced in place, so that recorded steps stay right; slots that grow move, which drops them all.
+Shapes: B rows, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +26,6 @@ from prime_rl.inference.embedded.engine.lora import Adapter, Layers, StepAdapter
 from prime_rl.inference.embedded.engine.tensors import fill, rounded_up
 from prime_rl.inference.embedded.errors import first_line
 from prime_rl.utils.logger import get_logger
-
-# FOLDED decode_graphs:
-# Decodes by replaying recorded steps: a step of a small model is hundreds of kernels, and launching each from Python
-# takes longer than computing it.
-#
-# A recorded step has a fixed shape and reads its inputs from fixed memory. Running sequences are padded to one of a few
-# numbers of rows, and attention reads one of a few numbers of tokens. Everything else in a step follows from token ids
-# and positions, on the device. All sequences of a recorded step have the same adapter, or none. Weights and adapters are
-# replaced in place, so that recorded steps stay right; slots that grow move, which drops them all.
-# Shapes: B rows, H hidden size.
-
 
 MOST_GRAPHS = 64
 """Recorded steps kept, the last used ones. One of a model with 30 layers takes some MiB in the driver."""
@@ -189,10 +186,6 @@ def _layers_of(adapter: Adapter | None) -> Layers | None:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     norms = expected.float().norm(dim=-1)
     return bool(((found.float() - expected.float()).norm(dim=-1) <= _TOLERANCE * norms).all())
-
-
-# FOLDED recorder:
-# Records computations as CUDA graphs. Nothing here runs without a GPU.
 
 
 _LEAST_FREE_BYTES = 1 << 30

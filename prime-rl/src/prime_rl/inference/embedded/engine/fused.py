@@ -23,13 +23,12 @@ from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
 from prime_rl.inference.embedded.engine.tensors import padded_tokens
 from prime_rl.utils.machine.memory import usable_memory_bytes
 
-# FOLDED products:
 # Linear layers on a CPU through oneDNN, with prepacked weights and fused activations or sums.
 #
-# For float32 matrix products on a CPU, PyTorch uses MKL, which is limited to AVX2 on non-Intel processors: half the speed
-# of oneDNN's AVX-512 kernels, at the same accuracy. oneDNN also accepts prepacked weights (packing takes much of a small
-# batch's time) and fuses an activation or a sum into the product. The operators used here are the ones that PyTorch's
-# compiler emits. Shapes: N tokens, I inputs and O outputs.
+# For float32 matrix products on a CPU, PyTorch uses MKL, which is limited to AVX2 on non-Intel processors: half the
+# speed of oneDNN's AVX-512 kernels, at the same accuracy. oneDNN also accepts prepacked weights (packing takes much
+# of a small batch's time) and fuses an activation or a sum into the product. The operators used here are the ones
+# that PyTorch's compiler emits. Shapes: N tokens, I inputs and O outputs.
 
 
 PACKED_SHARE = 0.1
@@ -185,8 +184,8 @@ class FusedDecoder:
         num_query, num_key = self._num_heads
         self._head.refresh()
         for layer in self._layers:
-            for linear in layer.linears:
-                linear.refresh()
+            for merged in layer.linears:
+                merged.refresh()
             attention = layer.module.self_attn
             if hasattr(attention, "q_norm"):
                 query, key = attention.q_norm.weight.data, attention.k_norm.weight.data

@@ -25,10 +25,6 @@ from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
-# FOLDED start_check:
-# Checks at the start of the engine that a model's log-probabilities are those of plain Transformers.
-
-
 Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
 """`ModelRunner.forward`."""
 

@@ -1,4 +1,4 @@
-"""TODO: say what this module does."""
+"""Rounds sizes up so that few different ones occur, and moves values to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from prime_rl.transport.weights import to_device
 
-# FOLDED sizes:
 # Sizes that tensors are rounded up to, so that few different ones occur.
 
 
@@ -30,7 +29,6 @@ def padded_tokens(count: int) -> int:
     return count if count <= 8 else rounded_up(count, least_step=8, steps_per_doubling=8)
 
 
-# FOLDED transfer:
 # Moves values that the host decides to the model's device without waiting for it, as `to_device` does.
 #
 # `torch.tensor(values, device="cuda")` waits until the GPU has done all its work.

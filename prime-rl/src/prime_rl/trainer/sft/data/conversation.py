@@ -1,4 +1,14 @@
-"""Tokenizes dataset rows and marks the tokens to train on."""
+"""Tokenizes dataset rows and marks the tokens to train on.
+
+A chat template is a program: it may drop, merge or reorder messages. So the template itself is used to find where a
+message starts and ends, in one of three ways:
+
+1. The template marks what the assistant generates with `{% generation %}`.
+2. The messages before it, rendered with the assistant's header, are a prefix of the whole text. The message starts
+   where this prefix ends.
+3. The prefix is rendered differently when more messages follow. Stock Qwen3 does this when it drops earlier reasoning.
+   Then the conversation is rendered with a marker in place of the message, and the text around the marker is compared.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +26,6 @@ from prime_rl.trainer.sft.data.messages import ROLES, Conversation, Message, Pla
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# FOLDED chat_spans:
-# Renders conversations with the chat template and finds the characters that belong to each message.
-#
-# A chat template is a program: it may drop, merge or reorder messages. So the template itself is used to find where a
-# message starts and ends, in one of three ways:
-#
-# 1. The template marks what the assistant generates with `{% generation %}`.
-# 2. The messages before it, rendered with the assistant's header, are a prefix of the whole text. The message starts
-#    where this prefix ends.
-# 3. The prefix is rendered differently when more messages follow. Stock Qwen3 does this when it drops earlier reasoning.
-#    Then the conversation is rendered with a marker in place of the message, and the text around the marker is compared.
 
 
 Span = tuple[int, int]

@@ -12,10 +12,6 @@ from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.utils.row_files.reading import parsed
 
-# FOLDED formats:
-# Reads the columns of common dataset formats as `messages`, `prompt` and `completion`, or `text`.
-
-
 Row = Mapping[str, Any]
 
 FORMATS = (

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from prime_rl.trainer.process.mesh import DataAxis
 
-# FOLDED best_fit:
-# Bin packing: puts whole samples into as few rows of equal capacity as possible.
-
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assign each of n lengths to a bin, longest first, each to the fullest bin that has room for it.

@@ -1,4 +1,8 @@
-"""Opens the datasets of `data`: files, saved datasets, hub datasets. Each source, or subset and split, is a part."""
+"""Opens the datasets of `data` and reads their rows endlessly, in an order that is the same on every process.
+
+A source is a file, a saved dataset or a hub dataset. Each source, or subset and split, is a part. Each epoch is
+shuffled with its own seed.
+"""
 
 from __future__ import annotations
 
@@ -270,10 +274,6 @@ def _load_from_hub(part: Part, streaming: bool) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{part.key} = {part.name}: no such file, and not loadable from the hub: {reason}") from error
-
-
-# FOLDED entries:
-# Endless sequence of dataset rows, the same on every process. Each epoch is shuffled with its own seed.
 
 
 @dataclass(frozen=True, slots=True)
