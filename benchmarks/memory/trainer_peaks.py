@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.kernels.attention import VARLEN, varlen_attention
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.optim.offload import local
-from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.optimizer import clip_gradients, local, setup_optimizer
 from prime_rl.trainer.process.mesh import Mesh
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig}

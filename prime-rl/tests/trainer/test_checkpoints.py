@@ -28,8 +28,7 @@ from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainStat
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.optim.offload import offload_states
-from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.optimizer import clip_gradients, offload_states, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh

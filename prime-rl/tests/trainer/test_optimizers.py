@@ -25,10 +25,10 @@ from prime_rl.configs.trainer import (
     SGDConfig,
 )
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.optim.offload import offload_states
 from prime_rl.trainer.optim.optimizer import (
     clip_gradients,
     global_norm,
+    offload_states,
     orthogonalised,
     setup_optimizer,
     split_for_muon,

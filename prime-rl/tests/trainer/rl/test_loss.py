@@ -11,12 +11,11 @@ from prime_rl.trainer.rl.loss import (
     LossInputs,
     RowLosses,
     default_losses,
-    sequence_lengths,
     setup_loss,
     split_inputs,
     tokens_of,
 )
-from prime_rl.trainer.rl.rows import RowLayout
+from prime_rl.trainer.rl.rows import RowLayout, sequence_lengths
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from prime_rl.configs.trainer import LoRAConfig, is_regex
+from prime_rl.configs.model import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.logger import get_logger
 

@@ -26,8 +26,9 @@ from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
 from prime_rl.trainer.rl.broadcast import Broadcast
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
+from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
 from prime_rl.trainer.rl.parity import ParityGate
-from prime_rl.trainer.rl.report import MetricValues, Reporter, StepReport, Stopwatch
+from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.utils.logger import get_logger

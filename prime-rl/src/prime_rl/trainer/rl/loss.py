@@ -17,7 +17,6 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -352,17 +351,6 @@ def _trust_region_mask(
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
     """Per token `r - log r - 1`. Its mean over sampled tokens estimates KL(inference || trainer): k3, Schulman 2020."""
     return log_ratio.exp() - log_ratio - 1
-
-
-def sequence_lengths(position_ids: Tensor) -> list[int]:
-    """Lengths of the sequences packed in a row of T tokens.
-
-    A sequence starts at a position 0 that follows a nonzero position and precedes a 1. A sequence of one token is
-    therefore counted as part of the sequence before it.
-    """
-    before, here, after = position_ids[:-2], position_ids[1:-1], position_ids[2:]
-    starts = ((here == 0) & (before != 0) & (after == 1)).nonzero().flatten() + 1
-    return [end - start for start, end in pairwise([0, *starts.tolist(), len(position_ids)])]
 
 
 def split_inputs(row: LossInputs, lengths: list[int]) -> list[LossInputs]:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -23,7 +24,6 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
 from prime_rl.trainer.kernels.lean_linear import head_product
 from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
-from prime_rl.trainer.rl.loss import sequence_lengths
 from prime_rl.transport.messages import MicroBatch
 from prime_rl.transport.weights import to_device
 
@@ -103,6 +103,17 @@ class RowLayout:
 AUTO_VOCAB_CHUNK = 8192
 MAX_LOGITS = 2**25
 """Maximum number of logits in memory with an unfused head: 128 MiB in float32."""
+
+
+def sequence_lengths(position_ids: Tensor) -> list[int]:
+    """Lengths of the sequences packed in a row of T tokens.
+
+    A sequence starts at a position 0 that follows a nonzero position and precedes a 1. A sequence of one token is
+    therefore counted as part of the sequence before it.
+    """
+    before, here, after = position_ids[:-2], position_ids[1:-1], position_ids[2:]
+    starts = ((here == 0) & (before != 0) & (after == 1)).nonzero().flatten() + 1
+    return [end - start for start, end in pairwise([0, *starts.tolist(), len(position_ids)])]
 
 
 @dataclass(frozen=True, slots=True)
