@@ -24,7 +24,7 @@ from prime_rl.inference.embedded.engine.model import TOKENS_AT_ONCE, ModelRunner
 from prime_rl.inference.embedded.engine.scheduler import Limits
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
-from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
+from prime_rl.inference.embedded.errors import EngineBusy, EngineError, EngineStopped, GenerationFailed
 from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
@@ -85,7 +85,7 @@ def test_weights_in_hub_naming_replace_the_live_ones(name, small_model) -> None:
 
 
 def test_a_model_with_soft_caps_is_refused_before_it_serves(small_model) -> None:
-    with pytest.raises(UnsupportedModel, match="soft caps"):
+    with pytest.raises(EngineError, match="soft caps"):
         runner_of(small_model("gemma2"))
 
 

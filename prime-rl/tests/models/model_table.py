@@ -23,7 +23,7 @@ from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import Limits
-from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.trainer.kernels.attention import FLEX
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import enable_scoring
@@ -126,7 +126,7 @@ class NotCompared(Exception):
 def _outcome(compare: Callable[[], None]) -> str:
     try:
         compare()
-    except (ModelError, UnsupportedModel, ModelNotFound) as refusal:
+    except (ModelError, EngineError) as refusal:
         return f"refused: {refusal}"
     except NotCompared as reason:
         return str(reason)

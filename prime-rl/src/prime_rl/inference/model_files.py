@@ -19,10 +19,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from prime_rl.utils.errors import RunError
+
 Shapes = dict[str, tuple[int, ...]]
 
 
-class WeightError(Exception):
+class WeightError(RunError):
     """A directory does not contain weights of the served model. The live weights are unchanged."""
 
 
@@ -62,7 +64,7 @@ def _opened(directory: Path, stack: contextlib.ExitStack) -> dict[Path, Path]:
 
 
 def _advice(folder: Path) -> str:
-    """What to do with an export that `save_format = "torch"` wrote."""
+    """Advice for an export that `save_format = "torch"` wrote."""
     if next(folder.glob("pytorch_model*.bin"), None) is None:
         return ""
     return ", but PyTorch's .bin, which a running server does not read: start one with this directory as its model"

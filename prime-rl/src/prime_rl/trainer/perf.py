@@ -53,7 +53,7 @@ class Throughput:
 def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
     """FLOP of the forward and backward pass per token: `6 P + 12 L H Q T`. docs/monitors.md explains the symbols.
 
-    A frozen parameter counts 4 instead of 6: it needs no gradient of its own, but passes on that of its input.
+    A frozen parameter counts 4 instead of 6: it gets no gradient, but passes on that of its input.
     """
     config = model.config
     heads, layers = config.num_attention_heads, config.num_hidden_layers
@@ -81,7 +81,7 @@ class Peak:
     flops: float
     """FLOP/s."""
     dtype: torch.dtype | None = None
-    """Of the matrix products in which it was measured; None if it was published."""
+    """Dtype of the matrix products in which it was measured; None if it was published."""
 
     def rises(self) -> bool:
         """Measure again, and say whether the peak is higher. The first time, other programs may have had the cores."""

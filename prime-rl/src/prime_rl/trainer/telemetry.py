@@ -23,7 +23,7 @@ from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.perf import total_memory_gib
-from prime_rl.trainer.process.errors import DeviceError, TrainerError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
@@ -41,10 +41,10 @@ class Profile:
     def __init__(self, trace_path: Path | None, memory_profiler_path: Path | None, process: Process) -> None:
         """
         Raises:
-            DeviceError: a memory profile is requested, but the run has no GPU.
+            TrainerError: a memory profile is requested, but the run has no GPU.
         """
         if memory_profiler_path is not None and process.device.type != "cuda":
-            raise DeviceError(NO_MEMORY_PROFILE)
+            raise TrainerError(NO_MEMORY_PROFILE)
         self.trace_path = trace_path
         self.memory_profiler_path = memory_profiler_path
         self.process = process

@@ -96,7 +96,7 @@ class EmbeddedServer(uvicorn.Server):
         """Serve on `listener` until SIGTERM, SIGINT or an engine failure.
 
         Raises:
-            ModelNotFound, UnsupportedModel: the model cannot be served; the message is one line for the user.
+            EngineError: the model cannot be served; the message is one line for the user.
             Exception: any other error of the engine's thread.
         """
         # uvicorn raises the signal again after its clean-up; a requested stop must not end the process with a failure.

@@ -20,7 +20,7 @@ from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
 from prime_rl.inference.embedded.engine.scheduler import Limits
 from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
-from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.inference.model_files import DEFAULT_MAX_RANK
@@ -49,7 +49,7 @@ class CacheBudget:
 
     @classmethod
     def on_gpu(cls, free_bytes: int, total_bytes: int, gpu_memory_utilization: float) -> Self:
-        """What is left of the engine's share of a GPU, after its weights and what other programs use."""
+        """The engine's share of a GPU, less its weights and the memory of other programs."""
         used_bytes = total_bytes - free_bytes
         # Halved because the old and the new tensors are alive at the same time while the slots grow.
         num_bytes = max(0, int(gpu_memory_utilization * total_bytes) - used_bytes) // 2
@@ -80,7 +80,7 @@ class CacheBudget:
         the longest sequence that is served.
 
         Raises:
-            UnsupportedModel: there is no room for one sequence.
+            EngineError: there is no room for one sequence.
         """
         length = max_model_len or min(context, ORDINARY_TOKENS)
         named = f"model.max_model_len = {length}" if max_model_len else f"{length} tokens"
@@ -88,7 +88,7 @@ class CacheBudget:
         has = f"the key-value cache has room for {room} tokens ({_gib(self.num_bytes)}: {self.origin})"
         advice = f"{self.advice}, or {'lower' if max_model_len else 'set'} model.max_model_len"
         if room < length:
-            raise UnsupportedModel(f"{has}, but one sequence of {named} needs {_gib(needed_bytes)}: {advice}")
+            raise EngineError(f"{has}, but one sequence of {named} needs {_gib(needed_bytes)}: {advice}")
         if slots.fits(2, length):
             return None
         return f"{has}, so long sequences run one at a time: {room / length:.1f} of {named} fit. To run more, {advice}"
@@ -99,7 +99,7 @@ def _gib(num_bytes: int) -> str:
 
 
 CPU_SEQUENCES, GPU_SEQUENCES = 128, 256
-"""How many sequences grow at once, if the key-value cache has room for them. A GPU reads its weights once for all."""
+"""Number of sequences that grow at once, if the key-value cache has room. A GPU reads its weights once for all."""
 
 STEPS_WITHOUT_PROMPTS = 8
 """With CUDA graphs. If a step with prompts takes as long as three that are replayed, prompts take at most a quarter of
@@ -113,7 +113,7 @@ def start_service(config: InferenceConfig) -> Service:
     """Load the model and its tokenizer, and run a warm-up step. The caller then runs `engine.run()` in its thread.
 
     Raises:
-        ModelNotFound, UnsupportedModel: the message is one line for the user.
+        EngineError: the message is one line for the user.
     """
     wait_for_clearance(os.environ, get_logger().info)
     disable_progress_bar()
@@ -157,7 +157,7 @@ def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
 
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel('device = "cuda", but no CUDA device is visible')
+        raise EngineError('device = "cuda", but no CUDA device is visible')
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -170,10 +170,10 @@ def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
     longest: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
     if not wanted:
         if longest is None:
-            raise UnsupportedModel("the model's config has no context length: set inference.model.max_model_len")
+            raise EngineError("the model's config has no context length: set inference.model.max_model_len")
         return longest
     if fault := context_fault(wanted, longest):
-        raise UnsupportedModel(fault)
+        raise EngineError(fault)
     return wanted
 
 

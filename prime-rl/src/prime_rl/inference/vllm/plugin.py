@@ -218,7 +218,7 @@ class EngineProgress:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._seen: tuple[float, int] | None = None
-        # The engine runs in processes of its own, which a signal may stop.
+        # The engine runs in child processes, which a signal may stop.
         own_beats().include(child.pid for child in psutil.Process().children(recursive=True))
         own_beats().started()
         own_trace()

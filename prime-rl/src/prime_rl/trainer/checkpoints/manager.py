@@ -255,7 +255,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{fault}; {SavedSteps.of(self.paths).advice_for_damage(step)}")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
-        """What this process saved; if there are more processes now, some get what another one saved."""
+        """The file that this process saved. With more processes than then, some read the file of another."""
         first = load_rank(directory, 0)
         rank = self.process.rank % first["world_size"]
         return first if rank == 0 else load_rank(directory, rank)

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from prime_rl.trainer.checkpoints.files import first_line, first_reason
+from prime_rl.trainer.checkpoints.files import first_reason
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.world import PlainUnpickler
 from prime_rl.utils.contents import CHUNK_BYTES, FileRecord
+from prime_rl.utils.errors import first_line
 
 
 def save_sharded(

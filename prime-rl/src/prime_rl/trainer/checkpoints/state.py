@@ -67,7 +67,7 @@ def _scaled(identity: dict[str, Any]) -> str:
 
 
 def _sum_of_bits(weight: Tensor) -> int:
-    """Of this process's shard. Of several copies only the first counts."""
+    """Sum of the bits of this process's shard; 0 for all but the first of several copies."""
     if isinstance(weight, DTensor):
         position = weight.device_mesh.get_coordinate() or ()
         if any(at > 0 and axis.is_replicate() for at, axis in zip(position, weight.placements, strict=True)):
@@ -77,12 +77,12 @@ def _sum_of_bits(weight: Tensor) -> int:
 
 
 Role = Literal["policy", "critic", "teacher"]
-"""What a model is used for. Both trainers have a policy only."""
+"""Use of a model in a run. Both trainers have a policy only."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a resumed trainer needs to know besides weights, optimizer, schedule and data position."""
+    """Counters that a resumed trainer needs besides weights, optimizer, schedule and data position."""
 
     step: int = 0
     """Optimizer steps done; also the version of the policy."""
@@ -136,7 +136,7 @@ class TrainedModel:
 
 @dataclass(slots=True)
 class TrainState:
-    """What a checkpoint holds for the run as a whole. Each process adds its own data position and random state."""
+    """State of the whole run, as a checkpoint holds it. Each process adds its data position and random state."""
 
     trained: Mapping[Role, TrainedModel]
     """Models that the run updates. Checkpoints hold their trained weights, optimizers and schedules."""
@@ -178,7 +178,7 @@ def check_models(own: dict[str, Any], state: TrainState, directory: Path) -> Non
 
 
 def load_rank(directory: Path, rank: int) -> dict[str, Any]:
-    """What process `rank` saved.
+    """Read the file that process `rank` saved.
 
     Older checkpoints hold one model, at the top level, and each process was a data rank. They are returned in today's
     layout, with `is_policy_alone` set.

@@ -49,13 +49,13 @@ def padded_row_count(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What computes the three products of a linear layer."""
+    """Functions that compute the three products of a linear layer."""
 
     outputs: Product = onednn_product
     input_grads: Product = onednn_product
     weight_grads: Product = onednn_product
     dtype: torch.dtype = torch.float32
-    """Dtype of the matrices that they are meant for. They compute products of other dtypes as PyTorch does."""
+    """Dtype of the matrices that they are for. Products of other dtypes are left to PyTorch."""
 
     def for_bfloat16(self) -> Products:
         """The same products for bfloat16 matrices, computed in float32."""
@@ -79,7 +79,7 @@ def use_lean_linears(model: nn.Module, products: Products = ONEDNN) -> None:
 
 
 def head_product(head: nn.Module) -> Product:
-    """What computes the products of a head whose logits are computed in parts, without its forward.
+    """The product function for a head whose logits are computed in parts, without its forward.
 
     In float32 that is PyTorch, whatever computes the other layers: oneDNN copies large weight gradients.
     """

@@ -354,7 +354,7 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
 
 
 def _untied_like(full: PreTrainedModel | None, blank: PreTrainedModel, process: Process) -> PreTrainedModel:
-    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a tensor of their own.
+    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a separate tensor.
 
     Transformers unties weights whose files hold different values. Collective. Returns `blank`.
     """

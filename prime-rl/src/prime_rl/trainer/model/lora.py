@@ -45,7 +45,7 @@ class SelectedModules:
     linear: dict[str, nn.Linear]
     experts: _MODULES
     saved: _MODULES
-    """Modules to train in full. Each has parameters of its own."""
+    """Modules to train in full. Each has parameters."""
 
 
 def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModules:

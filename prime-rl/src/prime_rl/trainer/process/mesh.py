@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_rl.configs.model import ModelConfig, replication_fault
-from prime_rl.trainer.process.errors import DeviceError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -120,10 +120,10 @@ class ParallelDims:
         """Divide the processes as `config` says.
 
         Raises:
-            DeviceError: the number of processes is not a multiple of `model.dp_replicate`.
+            TrainerError: the number of processes is not a multiple of `model.dp_replicate`.
         """
         if fault := replication_fault(config, process.world_size):
-            raise DeviceError(fault)
+            raise TrainerError(fault)
         return cls(config.dp_replicate, process.world_size // config.dp_replicate)
 
     def mesh(self, process: Process) -> Mesh:
@@ -139,6 +139,6 @@ def setup_mesh(config: ModelConfig, process: Process) -> Mesh:
     """The mesh that `config` asks for. Collective.
 
     Raises:
-        DeviceError: the processes cannot be divided so.
+        TrainerError: the processes cannot be divided so.
     """
     return ParallelDims.from_config(config, process).mesh(process)

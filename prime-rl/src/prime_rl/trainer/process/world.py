@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import STORE_VARIABLE
-from prime_rl.trainer.process.errors import DeviceError, RendezvousError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.host_memory import map_large_tensors
 from prime_rl.transport.weights import tcp_store
 from prime_rl.utils.logger import count_of, get_logger
@@ -45,7 +45,7 @@ def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) 
     lock meet at a TCP store, which listens on the address of the cluster alone.
 
     Raises:
-        RendezvousError: this process cannot listen at its address, for instance because the port is taken.
+        TrainerError: this process cannot listen at its address, for instance because the port is taken.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -58,7 +58,7 @@ def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) 
             return tcp_store(host, int(port), is_master=environ["RANK"] == "0", timeout=timeout)
         except OSError as error:
             # torch's own store raises a DistError instead.
-            raise RendezvousError(
+            raise TrainerError(
                 f"rank 0 cannot listen for the other ranks at {host}:{port}: {error.strerror}; start the run again"
             ) from error
     # A person who copies the commands of a dry run needs the directory, too.
@@ -167,11 +167,11 @@ def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
     """The kind of device to train on.
 
     Raises:
-        DeviceError: `device` is "cuda" and no GPU is visible.
+        TrainerError: `device` is "cuda" and no GPU is visible.
     """
     visible = torch.cuda.is_available()
     if device == "cuda" and not visible:
-        raise DeviceError('device = "cuda", but this process sees no GPU: check CUDA_VISIBLE_DEVICES, or use "cpu"')
+        raise TrainerError('device = "cuda", but this process sees no GPU: check CUDA_VISIBLE_DEVICES, or use "cpu"')
     return "cuda" if visible and device != "cpu" else "cpu"
 
 
@@ -182,15 +182,15 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     the process is alone, and an in-memory store replaces the network: it opens no port.
 
     Raises:
-        DeviceError: the machine lacks the device.
-        RendezvousError: the other ranks do not come within `timeout_s`.
+        TrainerError: the machine lacks the device.
+        TrainerError: the other ranks do not come within `timeout_s`.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         _die_with_parent()
     kind = resolve_device(device)
     rank, world_size, local_rank = (int(environ.get(key, d)) for key, d in _TORCHRUN_DEFAULTS)
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise DeviceError(f"process {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible")
+        raise TrainerError(f"process {local_rank} has no GPU to itself: {torch.cuda.device_count()} are visible")
     target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu":
         map_large_tensors()
@@ -233,7 +233,7 @@ def _waiting_for_ranks(rank: int, world_size: int, address: str, timeout_s: int)
         yield
     except dist.DistError as error:
         # Of several lines, the rest are torch's C++ frames.
-        raise RendezvousError(f"{wait.fault}; torch says: {str(error).splitlines()[0]}") from error
+        raise TrainerError(f"{wait.fault}; torch says: {str(error).splitlines()[0]}") from error
     finally:
         reminder.cancel()
 
@@ -255,7 +255,7 @@ def joined_world(device: DeviceChoice, timeout_s: int) -> Iterator[Process]:
     """Join the process group for the block.
 
     Raises:
-        DeviceError, RendezvousError: as `setup_world`.
+        TrainerError: as `setup_world`.
     """
     own_beats().say("waiting for the other ranks")
     process = setup_world(device, timeout_s)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.errors import BatchError, DataError, TrainerError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport import (
@@ -30,10 +30,6 @@ from prime_rl.transport import (
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
 
 
-class BadBatch(TrainerError):
-    """The orchestrator sent a batch that cannot be trained on."""
-
-
 def pack_batch(
     batch: TrainingBatch,
     seq_len: int,
@@ -43,21 +39,21 @@ def pack_batch(
     group_tokens: int = 0,
     vocab_size: int | None = None,
 ) -> list[list[MicroBatch]]:
-    """Pack a batch into rows for each data-parallel rank. Every rank gets the same number of rows per minibatch.
+    """Pack a batch into micro-batches for each data rank. Every rank gets the same number per minibatch.
 
     Samples are truncated to `seq_len` tokens, and rows have at most `row_tokens` (>= `seq_len`) tokens. There are at
     most as many minibatches as samples. Consecutive samples of the same prompt are kept in one row up to `group_tokens`
     (<= `row_tokens`) tokens, so that attention can share their prefix.
 
     Raises:
-        BadBatch: the batch is empty, or a sample is invalid.
+        TrainerError: the batch is empty, or a sample is invalid.
     """
     if not batch.examples:
-        raise BadBatch(f"the training batch of step {batch.step} is empty")
+        raise TrainerError(f"the training batch of step {batch.step} is empty")
     for index, sample in enumerate(batch.examples):
         fault = find_fault(sample, vocab_size)
         if fault is not None:
-            raise BadBatch(f"sample {index} of the training batch of step {batch.step}: {fault}")
+            raise TrainerError(f"sample {index} of the training batch of step {batch.step}: {fault}")
     samples = [row_from_sample(sample, seq_len) for sample in batch.examples]
     # Assigned in order of length, so that minibatches have about the same number of tokens.
     by_length = sorted(samples, key=lambda row: -len(row.input_ids)) if minibatches > 1 else samples
@@ -102,7 +98,7 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
 
 
 def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
-    """Convert a valid sample to a row of its own, truncated to `seq_len` tokens."""
+    """Convert a valid sample to a micro-batch of one sequence, truncated to `seq_len` tokens."""
     assert sample.advantage is not None
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     length = prompt + completion
@@ -184,7 +180,7 @@ def distribute(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBa
 def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
     with_teacher = sum(row.teacher_logprobs is not None for row in rows)
     if with_teacher not in (0, len(rows)):
-        raise BadBatch("only some samples of the training batch have teacher_logprobs")
+        raise TrainerError("only some samples of the training batch have teacher_logprobs")
     return MicroBatch(
         input_ids=[value for row in rows for value in row.input_ids],
         loss_mask=[value for row in rows for value in row.loss_mask],
@@ -246,7 +242,7 @@ class PackedBatches:
         self._readers = readers_by_data_rank(process, data_axis)
         transport = config.rollout_transport
         self._closing = ExitStack()
-        with _transport_errors_as(DataError):
+        with _transport_errors():
             if process.is_main:
                 self._batches = self._close_on_exit(setup_batch_receiver(transport, paths.orchestrator))
                 if self._readers:
@@ -263,14 +259,14 @@ class PackedBatches:
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
         if self._readers:
-            with _transport_errors_as(BatchError):
+            with _transport_errors():
                 self._ranks.send(step, {data_rank: rows_of_ranks[data_rank] for data_rank in self._readers})
         return True
 
     def take(self, step: int) -> list[MicroBatch]:
         if self._is_main:
             return self._own_rows
-        with _transport_errors_as(BatchError):
+        with _transport_errors():
             return self._rows.receive(step)
 
     def close(self) -> None:
@@ -309,12 +305,12 @@ class FakeBatches:
 
 
 @contextmanager
-def _transport_errors_as(kind: type[TrainerError]) -> Iterator[None]:
+def _transport_errors() -> Iterator[None]:
     """Convert a TransportError, whose message is enough, to an error that is logged without a traceback."""
     try:
         yield
     except TransportError as error:
-        raise kind(str(error)) from error
+        raise TrainerError(str(error)) from error
 
 
 def readers_by_data_rank(process: Process, data_axis: DataAxis) -> dict[int, int]:

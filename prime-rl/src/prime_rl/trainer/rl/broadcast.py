@@ -16,7 +16,7 @@ from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, NCCLWeight
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
 from prime_rl.trainer.model.lora import gather_adapter, is_adapted
-from prime_rl.trainer.process.errors import BroadcastError
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport import TransportError
 from prime_rl.transport.weights import SENDER, WeightGroup
@@ -133,7 +133,7 @@ class GroupBroadcast:
         """Remove markers of earlier starts, then open the group's port, so that joining servers see no old markers.
 
         Raises:
-            BroadcastError: the port cannot be opened.
+            TrainerError: the port cannot be opened.
         """
         if not self.process.is_main:
             return
@@ -142,7 +142,7 @@ class GroupBroadcast:
         try:
             self._group = WeightGroup(address, SENDER, size, self.process.device, self.config.timeout)
         except TransportError as error:
-            raise BroadcastError(str(error)) from error
+            raise TrainerError(str(error)) from error
         workers = count_of("inference worker", size - 1)
         get_logger().info(f"Weights are broadcast to {workers}, through {address[0]}:{address[1]}")
 
@@ -152,7 +152,7 @@ class GroupBroadcast:
         Nothing is sent if the orchestrator has finished or this process has been asked to stop.
 
         Raises:
-            BroadcastError: the servers are not ready within `weight_broadcast.timeout` seconds, or one has exited.
+            TrainerError: the servers are not ready within `weight_broadcast.timeout` seconds, or one has exited.
         """
         if self.process.is_main:
             self._offer(version)
@@ -163,7 +163,7 @@ class GroupBroadcast:
             try:
                 self._group.send(weights, version)
             except TransportError as error:
-                raise BroadcastError(str(error)) from error
+                raise TrainerError(str(error)) from error
 
     def _offer(self, version: int) -> None:
         shutil.rmtree(self.run.broadcast(version - 1), ignore_errors=True)
@@ -186,7 +186,7 @@ class GroupBroadcast:
             dist.broadcast(polled, src=0)
             status = _OfferStatus(int(polled))
         if status is _OfferStatus.LATE:
-            raise BroadcastError(wait.fault)
+            raise TrainerError(wait.fault)
         return status is _OfferStatus.SEND
 
     def _poll(self, version: int, wait: Wait) -> _OfferStatus:

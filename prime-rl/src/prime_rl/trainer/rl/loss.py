@@ -169,7 +169,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """What a custom loss returns for one sequence: its summed loss, and scalars or 1-D tensors without gradient."""
+    """Result of a custom loss for one sequence: its summed loss, and scalars or 1-D tensors without gradient."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -197,18 +197,14 @@ class Loss:
     needs_proximal: bool = False
     """Uses the log-probabilities of the policy at the start of the step."""
     stats: Stats | None = None
-    """What a custom loss with a parameter `stats` records."""
-
-
-class BadLoss(TrainerError):
-    """`loss.import_path` does not name an importable function."""
+    """Values that a custom loss with a parameter `stats` records."""
 
 
 def setup_loss(config: LossConfig) -> Loss:
     """Create the configured loss.
 
     Raises:
-        BadLoss: the import path of a custom loss does not name an importable function.
+        TrainerError: the import path of a custom loss does not name an importable function.
     """
     if config.type == "custom":
         imported = import_function(config.import_path)
@@ -252,9 +248,9 @@ def import_function(path: str) -> Callable[..., LossOutputs]:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BadLoss(f"loss.import_path: cannot import {path!r}: {error}") from error
+        raise TrainerError(f"loss.import_path: cannot import {path!r}: {error}") from error
     if not callable(function):
-        raise BadLoss(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
+        raise TrainerError(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
     return function
 
 

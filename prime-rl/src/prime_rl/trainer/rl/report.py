@@ -28,7 +28,7 @@ class StepReport:
     lr: float
     """Learning rate of the step's updates."""
     stats: Mapping[str, float]
-    """What a custom loss recorded."""
+    """Values that a custom loss recorded."""
 
 
 class Reporter:

@@ -81,7 +81,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the sequences of a packed row of T tokens are, and which of their tokens are trained (masked in)."""
+    """Bounds of the sequences in a micro-batch of T tokens, and the tokens that are trained (masked in)."""
 
     lengths: list[int]
     """Number of tokens of each sequence; they sum to T."""

@@ -24,7 +24,7 @@ from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, Layers, StepAdapters
 from prime_rl.inference.embedded.engine.tensors import fill, rounded_up
-from prime_rl.inference.embedded.errors import first_line
+from prime_rl.utils.errors import first_line
 from prime_rl.utils.logger import get_logger
 
 MOST_GRAPHS = 64

@@ -191,7 +191,7 @@ class Engine:
 
     @contextlib.contextmanager
     def in_thread(self, name: str | None = None) -> Iterator[Self]:
-        """Run in a thread of its own during the block, then stop."""
+        """Run in a new thread during the block, then stop."""
         thread = threading.Thread(target=self.run, name=name, daemon=True)
         thread.start()
         try:

@@ -22,7 +22,8 @@ from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
-from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
+from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.utils.errors import first_line
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
 Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
@@ -32,7 +33,7 @@ _LENGTH = 12
 """Length of the probe in tokens, longer than a `tightened` window."""
 _CACHED = 4
 _DECODED = 3
-"""Numbers of tokens at the start and at the end of the probe that are read in steps of their own."""
+"""Numbers of tokens at the start and at the end of the probe that are read in separate steps."""
 
 _EXACT, _ROUNDED = 1e-4, 0.25
 """Largest norm of a difference between logits, relative to their norm: in float32 on a CPU, and in bfloat16 or TF32.
@@ -45,7 +46,7 @@ def check_positions(model: PreTrainedModel, max_model_len: int) -> None:
     """Check that a token's logits do not depend on the largest position in its batch.
 
     Raises:
-        UnsupportedModel: they do, so they would change with the other sequences of a batch.
+        EngineError: they do, so they would change with the other sequences of a batch.
     """
     tokens = torch.tensor([_probe(model, _LENGTH + 1)], device=model.device)
     positions = torch.arange(_LENGTH + 1, device=model.device)[None]
@@ -57,7 +58,7 @@ def check_positions(model: PreTrainedModel, max_model_len: int) -> None:
             for places in (far, positions)
         )
     if not _is_close(near, own):
-        raise UnsupportedModel(f"{type(model).__name__} has positions that change with the length of a neighbour")
+        raise EngineError(f"{type(model).__name__} has positions that change with the length of a neighbour")
 
 
 @torch.inference_mode()
@@ -65,7 +66,7 @@ def check_slots(model: PreTrainedModel, forward: Forward) -> None:
     """Check prefill, kept prefixes and decoding against eager attention on the whole probe. Uses slot row 0.
 
     Raises:
-        UnsupportedModel: the engine computes other logits than Transformers.
+        EngineError: the engine computes other logits than Transformers.
     """
     probe, end = _probe(model, _LENGTH), _LENGTH - _DECODED
     with tightened(model):
@@ -75,7 +76,7 @@ def check_slots(model: PreTrainedModel, forward: Forward) -> None:
         last, (middle,) = forward([], [probe[:end]], [0], num_cached=[_CACHED], full_prompts=[0])
         decoded = [forward([probe[: index + 1]], [], [])[0] for index in range(end, _LENGTH)]
     if not _is_close(torch.cat([*first, *middle, last, *decoded]), own):
-        raise UnsupportedModel(f"{type(model).__name__} has an attention that the embedded engine does not support")
+        raise EngineError(f"{type(model).__name__} has an attention that the embedded engine does not support")
 
 
 def _probe(model: PreTrainedModel, length: int) -> list[int]:
@@ -265,14 +266,14 @@ class ModelRunner:
         layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
         if not layers <= _SUPPORTED_LAYERS:
             unsupported = ", ".join(sorted(layers - _SUPPORTED_LAYERS))
-            raise UnsupportedModel(f"the model has layers of type {unsupported}, which are not supported")
+            raise EngineError(f"the model has layers of type {unsupported}, which are not supported")
         if not self.model._supports_attention_backend:
-            raise UnsupportedModel("the model has its own attention code, which is not supported")
+            raise EngineError("the model has its own attention code, which is not supported")
         self.slots.reserve(rows=1, length=2)
         self.forward([], [[0]], [0])
         self.forward([[0, 0]], [], [])
         if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
-            raise UnsupportedModel("the model has layers without a key-value cache, which are not supported")
+            raise EngineError("the model has layers without a key-value cache, which are not supported")
         check_slots(self.model, self.forward)
 
 
@@ -290,8 +291,8 @@ def load_model(
     Length-dependent rotary frequencies are those of `max_model_len` tokens; None takes the model's context length.
 
     Raises:
-        ModelNotFound: the model cannot be loaded; the message contains the first line of the library's error.
-        UnsupportedModel: the engine cannot run the model.
+        EngineError: the model cannot be loaded; the message contains the first line of the library's error.
+        EngineError: the engine cannot run the model.
     """
     register_slot_attention()
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -302,9 +303,9 @@ def load_model(
         )
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
-        raise UnsupportedModel("the model has its own attention code, which is not supported") from exc
+        raise EngineError("the model has its own attention code, which is not supported") from exc
     except (OSError, ValueError, ImportError, SafetensorError) as exc:
-        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
+        raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers decorates `to`, which hides from type checkers that it is a method.
     model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
     length = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -318,9 +319,9 @@ def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     """Load only the model's config.
 
     Raises:
-        ModelNotFound: there is no model with that name.
+        EngineError: there is no model with that name.
     """
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as exc:
-        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
+        raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc

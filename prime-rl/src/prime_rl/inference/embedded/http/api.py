@@ -231,7 +231,7 @@ class Api:
         )
 
     async def _parsed(self, kind: type[Parsed], raw: bytes) -> Parsed:
-        """Parse a body; a large one in a thread of its own, one at a time, because parsing holds Python's lock."""
+        """Parse a body; a large one in another thread, one at a time, because parsing holds Python's lock."""
         if len(raw) <= _INLINE_BYTES:
             return parse_body(kind, raw)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse_body, kind, raw)

@@ -91,7 +91,7 @@ TOOL_PARSERS: Mapping[str, ToolParser] = MappingProxyType(
 
 
 def _call(value: Any, arguments_key: str) -> ToolCall:
-    """Raises KeyError, TypeError or ValueError if the object is no call, or not one that an answer can carry."""
+    """Raises KeyError, TypeError or ValueError if the object is not a call that an answer can carry."""
     name, arguments = value["name"], json.dumps(value[arguments_key], ensure_ascii=False)
     if not isinstance(name, str):
         raise TypeError(f"a function's name is text, not {type(name).__name__}")

@@ -110,7 +110,7 @@ class ChatSpans:
         return spans
 
     def _end_of_other(self, chat: _Chat, index: int, generated: Mapping[int, Span], begin: int) -> int:
-        """Where a message of another role ends. Of neighbours with the same flag, the last one gets the whole text."""
+        """End of a message of another role. The last of several neighbours with the same flag gets the whole text."""
         if index + 1 == len(chat.messages):
             return len(chat.text)
         if index + 1 in generated:

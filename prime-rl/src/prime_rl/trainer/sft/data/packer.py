@@ -284,7 +284,7 @@ class PackedRows:
         return {**self.stream.state(), **position, "waiting": self._packer.state()}
 
     def cursor(self) -> dict[str, Any]:
-        """Where this data rank is in the data, for people. The hash is that of the samples that wait for a row."""
+        """Position of this data rank in the data, for people. The hash is that of the samples that wait for a row."""
         waiting = hashlib.sha256(repr(self._packer.state()).encode()).hexdigest()
         return {"entry": self.stream.position, "epoch": self.stream.epoch, "waiting_sha256": waiting[:16]}
 

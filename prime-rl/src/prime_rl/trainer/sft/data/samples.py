@@ -92,7 +92,7 @@ class Made:
     has_end: bool = True
     """Whether the last trained token, before the cut, is a special token such as the end of a message."""
     end_id: int | None = None
-    """That token, if it is a special one."""
+    """The token that ends the text, if it is a special one."""
 
 
 class SampleMaker:
