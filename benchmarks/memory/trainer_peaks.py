@@ -81,7 +81,7 @@ def running_as_on_a_gpu() -> Iterator[None]:
     """Let a trainer on a CPU use the operations of one on a GPU: PyTorch's modules and varlen attention."""
     # The check of the model's logits takes longer than the measurement, and has freed its memory before it.
     skipped = ("keep_gradients", "check_scoring")
-    names = ("use_lean_norms", "use_lean_mlps", "use_lean_embedding", "use_lean_linears", *skipped)
+    names = ("use_lean_norms", "use_lean_mlps", "use_lean_linears", *skipped)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(patch(f"{BUILD}.{name}", lambda *args: None))
@@ -90,7 +90,7 @@ def running_as_on_a_gpu() -> Iterator[None]:
             stack.enter_context(patch(f"prime_rl.trainer.{step}.step.accumulated", lambda model, rows, process: rows))
         stack.enter_context(
             patch(
-                "prime_rl.trainer.kernels.linear_cross_entropy.Limits.float_rows",
+                "prime_rl.trainer.kernels.heads.ChunkSizes.float_rows",
                 lambda limits, width, on_cpu: max(1, limits.float_logits // width),
             )
         )

@@ -22,7 +22,7 @@ from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.trainer.kernels.attention import FLEX
 from prime_rl.trainer.model.build import setup_model
@@ -225,7 +225,7 @@ def _compare_engine(case: Case, directory: Path, reference: PreTrainedModel) -> 
     """Samples that run together: groups of a prompt, then second turns with kept prefixes."""
     model, source = load_model(str(directory), "float32", torch.device("cpu"), max_model_len=case.seq_len)
     runner = ModelRunner(model, 1 << 28, source, partial(CommonStart.from_origins, fewest_rows=6))
-    with Engine(runner, Limits(max_prefix_bytes=1 << 24)).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_prefix_bytes=1 << 24)).in_thread() as engine:
         sampled = _sampled(engine, [([*range(5, 5 + case.seq_len // 2)], 6), ([7, 8, 9], 2)], case.seq_len // 4)
         # Second turns, whose first tokens are kept.
         turns = [[*tokens, 9] for tokens, _ in (sampled[0], sampled[-1])]

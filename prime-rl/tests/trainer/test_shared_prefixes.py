@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.layouts import SHARED, find_shared_prefixes
 from prime_rl.trainer.model.scoring import score_tokens
@@ -100,4 +99,4 @@ def test_equal_sequences_cost_as_much_as_one(copies: int) -> None:
     tree = find_shared_prefixes(*row_of([PROMPT] * copies))
     assert tree is not None
     assert int(tree.node_of_token_T.max()) + 1 == len(PROMPT)
-    assert len(tree.token_of_node_N) == padded_row_count(len(PROMPT))
+    assert len(tree.token_of_node_N) == len(PROMPT)

@@ -18,7 +18,7 @@ from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.service import ServedModel, Service
@@ -143,7 +143,7 @@ def start_service(config: InferenceConfig) -> Service:
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
     keeps_prefixes = config.enable_prefix_caching is not False
     prefix_bytes = int(PREFIX_SHARE * runner.slots.budget_bytes) if keeps_prefixes else 0
-    limits = Limits(
+    limits = EngineLimits(
         max_running=GPU_SEQUENCES if runner.device.type == "cuda" else CPU_SEQUENCES,
         max_adapters=config.max_loras,
         max_prefix_bytes=prefix_bytes,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from prime_rl.launch.caches import cache_root, made_for
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels.lean_linear import (
+from prime_rl.trainer.kernels.products import (
     ONEDNN,
     PLAIN,
     Products,

@@ -31,11 +31,9 @@ from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
-from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
-from prime_rl.trainer.kernels.lean_linear import Products, use_lean_linears
-from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
-from prime_rl.trainer.kernels.lean_norm import use_lean_norms
+from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
+from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.layouts import PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import add_adapters, log_adapters
@@ -313,7 +311,6 @@ def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 def _use_lean_kernels(model: PreTrainedModel, products: Products) -> None:
     use_lean_norms(model)
     use_lean_mlps(model, products)
-    use_lean_embedding(model)
     use_lean_linears(model, products)
 
 

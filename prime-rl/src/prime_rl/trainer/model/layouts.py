@@ -28,7 +28,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from prime_rl.trainer.kernels.blocked_attention import Block, attend_blocks
-from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.weights import to_device
 
@@ -133,7 +132,7 @@ class PrefixTree:
 
     node_of_token_T: Tensor
     token_of_node_N: Tensor
-    """Index of one of the node's tokens. The last nodes may be padding, whose results are never used."""
+    """Index of one of the node's tokens."""
     node_of_cell_SW: Tensor
     """Padding on the right repeats the sequence's last node; causal attention hides it from the other cells."""
     cell_of_node_N: Tensor
@@ -159,7 +158,7 @@ class Nodes(NamedTuple):
 
     node_of_token_T: np.ndarray
     token_of_node_N: np.ndarray
-    """Index of one of the node's tokens. The last nodes may be padding, whose results are never used."""
+    """Index of one of the node's tokens."""
     spans: list[range]
     """The tokens of each sequence that have a node, sequences with a common prefix next to each other."""
     shared: list[int]
@@ -195,8 +194,6 @@ def prefix_nodes(input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last:
     if without_last:
         last = np.array(bounds[1:]) - 1
         node_of_token[last] = node_of_token[np.maximum(last - 1, starts)]
-    # Pad with unused nodes, so that linear layers see fewer different row counts.
-    tokens.append(np.zeros(padded_row_count(count) - count, dtype=np.int64))
     return Nodes(node_of_token, np.concatenate(tokens), spans, shared)
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
-from prime_rl.trainer.kernels.lean_linear import head_product
-from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.layouts import (
     SHARED,
     Grid,
@@ -82,7 +82,7 @@ def score_tokens(
 
 
 def cross_entropy_sum(
-    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: Limits = LIMITS
+    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: ChunkSizes = CHUNK_SIZES
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
     if isinstance(logits_of, nn.Linear) and is_plain(logits_of):

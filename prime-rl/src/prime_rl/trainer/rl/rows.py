@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
-from prime_rl.trainer.kernels.lean_linear import head_product
+from prime_rl.trainer.kernels.heads import fused_logprobs
+from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
 from prime_rl.transport.messages import MicroBatch
 from prime_rl.transport.weights import to_device

@@ -20,7 +20,7 @@ from prime_rl.inference.embedded.engine.generation import Sequence as Sample
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
 from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, prompt_logprobs
-from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits, PrefillBatch, Scheduler
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
@@ -95,8 +95,10 @@ class Engine:
     records which weight version generated each of its tokens.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits | None = None, adapters: AdapterStore | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self, runner: ModelRunner, limits: EngineLimits | None = None, adapters: AdapterStore | None = None
+    ) -> None:
+        self.limits = limits or EngineLimits()
         self.adapters = adapters
         """None if LoRA is not enabled."""
         self.weight_source = WeightSource(runner.device)

@@ -13,7 +13,7 @@ from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Limits on batch and queue sizes."""
 
     max_running: int = 128
@@ -47,7 +47,7 @@ class PrefillBatch:
 class Scheduler:
     """The waiting queue and the running batch. Running sequence i owns slot row i, so the batch is contiguous."""
 
-    def __init__(self, limits: Limits, slots: KVSlots) -> None:
+    def __init__(self, limits: EngineLimits, slots: KVSlots) -> None:
         self.limits = limits
         self.slots = slots
         self.prefixes = PrefixCache(slots, limits.max_prefix_bytes)

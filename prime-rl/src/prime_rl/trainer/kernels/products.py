@@ -1,14 +1,20 @@
-"""Linear layers on a CPU, with the matrix products that `product_choice` finds fastest.
+"""Matrix products of linear layers on a CPU: PyTorch's or oneDNN's, and those of bfloat16 matrices in float32.
 
-For float32 matrix products, PyTorch uses MKL, which uses only half the register width of some AMD cores. oneDNN's
-kernels, which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. On other cores
-the two differ only in some of a layer's three products. Both compute and accumulate in float32.
+For float32 products, PyTorch uses MKL, which uses only half the register width of some AMD cores. oneDNN's kernels,
+which PyTorch includes for other dtypes and compiled graphs, take less than half the time there. On other cores the two
+differ only in some of a layer's three products. Both compute and accumulate in float32.
 
-Products of bfloat16 matrices may be computed in float32 (`float32_products.py`).
+Some processors multiply bfloat16 at half the rate of float32: those of Intel with AVX-512 BF16 whose AMX is absent or
+hidden by a virtual machine. Others have no instruction for it at all. There it is faster to convert the factors, which
+takes far less time than the product. The results are rounded to bfloat16 once, as those of bfloat16 kernels are, which
+accumulate in float32 too.
+
+`product_choice` measures which way is fastest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +23,55 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as _linear
 
-from prime_rl.trainer.kernels.float32_products import Product, in_float32
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Computes `a @ b.T`, without a gradient."""
 
-_ROW_MULTIPLE = 32
+MOST_ELEMENTS = 1 << 22
+"""Elements of a factor that are in float32 at a time, 16 MiB, so that the head of a large vocabulary takes no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFloat32:
+    """A value, so that two of the same product are equal."""
+
+    product: Product
+    most_elements: int
+
+    def __call__(self, a_NK: Tensor, b_MK: Tensor) -> Tensor:
+        if a_NK.dtype != torch.bfloat16:
+            return self.product(a_NK, b_MK)
+        rows, columns, inner = len(a_NK), len(b_MK), a_NK.shape[1]
+        if inner * max(rows, columns) <= self.most_elements:
+            return self.product(a_NK.float(), b_MK.float()).to(a_NK.dtype)
+        if inner >= max(rows, columns):
+            return self._summed(a_NK, b_MK)
+        out = a_NK.new_empty(rows, columns)
+        step = max(1, self.most_elements // inner)
+        if rows >= columns:
+            wide = b_MK.float()
+            for part, own in zip(a_NK.split(step), out.split(step), strict=True):
+                own.copy_(self.product(part.float(), wide))
+        else:
+            wide = a_NK.float()
+            for part, own in zip(b_MK.split(step), out.split(step, dim=1), strict=True):
+                own.copy_(self.product(wide, part.float()))
+        return out
+
+    def _summed(self, a_NK: Tensor, b_MK: Tensor) -> Tensor:
+        """The product as a sum over parts of a long inner dimension."""
+        step = max(1, self.most_elements // max(len(a_NK), len(b_MK)))
+        total = torch.zeros(len(a_NK), len(b_MK))
+        for a, b in zip(a_NK.split(step, dim=1), b_MK.split(step, dim=1), strict=True):
+            total += self.product(a.float(), b.float())
+        return total.to(a_NK.dtype)
+
+
+def in_float32(product: Product, most_elements: int = MOST_ELEMENTS) -> Product:
+    """A product that converts bfloat16 factors to float32, and its result back. Other dtypes go to `product`.
+
+    It converts at most `most_elements` of a factor at a time.
+    """
+    return _InFloat32(product, most_elements)
 
 
 def has_onednn_products() -> bool:
@@ -40,11 +92,6 @@ def onednn_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
         # Weight gradients: the kernel is faster with the smaller operand first.
         return _product(b_MK, a_NK).t().contiguous()
     return _product(a_NK, b_MK)
-
-
-def padded_row_count(rows: int) -> int:
-    """Round `rows` up to a multiple of 32. oneDNN compiles a kernel for each row count, so fewer counts save time."""
-    return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
