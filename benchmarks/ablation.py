@@ -98,8 +98,8 @@ class Job:
 
     def __init__(self, kind: str, model_dir: Path) -> None:
         import torch
-        from prime_rl.trainer.process.mesh import ParallelDims
 
+        from prime_rl.trainer.process.mesh import ParallelDims
         from prime_rl.trainer.process.world import setup_world
 
         torch.set_num_threads(1)
@@ -153,8 +153,8 @@ class Job:
 def rl_steps(job: str, passes: Any, mesh: Any) -> Callable[[], object]:
     import numpy as np
     from against_trl import GROUP, NEW_TOKENS, PROMPTS
-    from prime_rl.trainer.rl.batches import pack_batch
 
+    from prime_rl.trainer.rl.batches import pack_batch
     from prime_rl.trainer.rl.rows import Row
     from prime_rl.trainer.rl.step import StepSize
     from prime_rl.transport.messages import TrainingBatch, TrainingSample
@@ -196,14 +196,16 @@ def decoding(job: str, model_dir: Path) -> Callable[[], None]:
 
     dtype = "bfloat16" if job.endswith("bf16") else "float32"
     model, _ = load_model(str(model_dir), dtype, torch.device("cpu"))
-    engine = Engine(ModelRunner(model, 1 << 30)).in_thread().__enter__()
+    running = Engine(ModelRunner(model, 1 << 30)).in_thread()
+    engine = running.__enter__()
     prompts = prompts_of(64 if "tiny" in job else 16, model.config.vocab_size)
     # Lengths differ, as in a run, so that the number of sequences in a step changes.
-    return lambda: void(engine_tokens_per_s(engine, [p[: 8 + i % 24] for i, p in enumerate(prompts)]))
+    varied = [prompt[: 8 + index % 24] for index, prompt in enumerate(prompts)]
 
+    def step(kept: object = running) -> None:  # the engine stops with its context
+        engine_tokens_per_s(engine, varied)
 
-def void(_: object) -> None:
-    """Discards a figure."""
+    return step
 
 
 def peak_bytes() -> int:
