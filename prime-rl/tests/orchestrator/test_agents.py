@@ -20,16 +20,16 @@ from prime_rl.environments.agents.datasets import read_dataset
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward, discounted
 from prime_rl.environments.agents.targets import BadTarget, load_target
 from prime_rl.environments.agents.tensors import BadTensors, read_sequences
-from prime_rl.orchestrator.agents.worker import AgentWorker, agent_guest, rollout_of
-from prime_rl.orchestrator.env_servers.environment import Environment, GroupRequest
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.process import GuestProcess, RestartingGuest
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.agents import AgentWorker, agent_guest, rollout_of
+from prime_rl.orchestrator.workers.environment import Environment, GroupRequest
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.process import GuestProcess, RestartingGuest
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 LOG = LogConfig(vf_level="warning")

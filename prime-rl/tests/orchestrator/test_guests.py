@@ -17,10 +17,15 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.process import (
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.process import (
     MAX_ENDS_IN_A_ROW,
     Guest,
     GuestEnded,
@@ -28,11 +33,6 @@ from prime_rl.orchestrator.guests.process import (
     GuestProcess,
     RestartingGuest,
 )
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
-from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.orchestrator.servers.server import InferenceServer
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 LOG = LogConfig(vf_level="warning")

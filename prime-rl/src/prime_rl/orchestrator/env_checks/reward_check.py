@@ -27,12 +27,12 @@ from prime_rl.orchestrator.env_checks.probes import (
     written,
 )
 from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environment import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
-from prime_rl.orchestrator.guests.inside.reward_records import RewardFailure
-from prime_rl.orchestrator.guests.process import GuestError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.inside.reward_records import RewardFailure
+from prime_rl.orchestrator.workers.process import GuestError
 from prime_rl.utils.logger import count_of
 
 NO_ANSWER = "an answer"

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.guests.inside.model_client import session_name
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, RecordedCall, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
 from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.inside.model_client import session_name
 
 MAX_CALLS = 1000
 """Model calls of one session. An agent that needs more is in a loop."""

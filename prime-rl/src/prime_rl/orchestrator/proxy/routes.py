@@ -19,7 +19,6 @@ from aiohttp import web
 
 from prime_rl.environments.agents.returns import InvalidReward
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.guests.inside.model_client import SESSION_HEADER
 from prime_rl.orchestrator.proxy.completions import Refused, complete
 from prime_rl.orchestrator.proxy.events import chat_chunks, response_events, streamed
 from prime_rl.orchestrator.proxy.generation import generate
@@ -27,6 +26,7 @@ from prime_rl.orchestrator.proxy.offers import Offers
 from prime_rl.orchestrator.proxy.recording import Session, Sessions
 from prime_rl.orchestrator.proxy.responses import respond
 from prime_rl.orchestrator.servers.channel import OverlongPrompt, ServerAnswered
+from prime_rl.orchestrator.workers.inside.model_client import SESSION_HEADER
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.monitors.tracing import own_trace
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split, TextRows
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.logger import get_logger

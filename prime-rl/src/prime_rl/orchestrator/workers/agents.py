@@ -19,10 +19,15 @@ from prime_rl.environments.agents.datasets import BadRows, read_dataset
 from prime_rl.environments.agents.returns import InvalidReward, call_rewards
 from prime_rl.environments.agents.targets import BadTarget
 from prime_rl.environments.agents.tensors import UNKNOWN_VERSION
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split, TextRows
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, MalformedRollout
-from prime_rl.orchestrator.guests.process import (
+from prime_rl.orchestrator.proxy.continuation import Message
+from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.orchestrator.proxy.routes import RecordingProxy
+from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.process import (
     BLOCKED_S,
     INSIDE,
     Guest,
@@ -31,11 +36,6 @@ from prime_rl.orchestrator.guests.process import (
     GuestProcess,
     RestartingGuest,
 )
-from prime_rl.orchestrator.proxy.continuation import Message
-from prime_rl.orchestrator.proxy.recording import Session
-from prime_rl.orchestrator.proxy.routes import RecordingProxy
-from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.utils.engine_keys import published_key
 from prime_rl.utils.logger import count_of, get_logger
 
