@@ -17,9 +17,8 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.agents import context
 from prime_rl.environments.agents.attempting import Attempts
 from prime_rl.environments.agents.datasets import read_dataset
-from prime_rl.environments.agents.returns import InvalidReward, checked_reward, discounted
+from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, discounted, read_sequences
 from prime_rl.environments.agents.targets import BadTarget, load_target
-from prime_rl.environments.agents.tensors import BadTensors, read_sequences
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout

@@ -16,9 +16,8 @@ from typing import Any
 from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.environments.agents.datasets import BadRows, read_dataset
-from prime_rl.environments.agents.returns import InvalidReward, call_rewards
+from prime_rl.environments.agents.returns import UNKNOWN_VERSION, InvalidReward, call_rewards
 from prime_rl.environments.agents.targets import BadTarget
-from prime_rl.environments.agents.tensors import UNKNOWN_VERSION
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, MalformedRollout
 from prime_rl.orchestrator.proxy.continuation import Message
 from prime_rl.orchestrator.proxy.recording import Session
