@@ -246,7 +246,7 @@ async def test_a_reward_of_v1_that_is_no_finite_number_is_named(value: object) -
 class EndlessProcess:
     """Answers as the process of an endless taskset does."""
 
-    guest = None
+    spec = None
 
     def ask_now(self, do: str, split: str, start: int = 0, stop: int = 0) -> Any:
         if do == "describe":

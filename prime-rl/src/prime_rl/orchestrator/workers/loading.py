@@ -32,7 +32,7 @@ from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, judge_
 from prime_rl.orchestrator.workers.inside.returned import wrong_type
 from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, leaves, record_reward_errors
 from prime_rl.orchestrator.workers.port import PortWorker
-from prime_rl.orchestrator.workers.process import Guest, ProcessWorker
+from prime_rl.orchestrator.workers.process import ProcessWorker, WorkerSpec
 from prime_rl.utils.logger import get_logger
 
 HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
@@ -79,12 +79,12 @@ def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
         return _with_rows(load_environment(config, place), config, place, split)
     attributes = environment_arguments(config.extra_env_kwargs)
     tables = (config.taskset, config.agent)
-    guest = Guest(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
-    worker = ProcessWorker.start(name, guest)
+    spec = WorkerSpec(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
+    worker = ProcessWorker.start(name, spec)
     try:
         environment = Environment(name, worker, split, config.max_failed_groups)
     except BaseException:
-        worker.guest.kill()
+        worker.process.kill()
         raise
     _refuse_empty(environment, config, place, split)
     return environment

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAME = "prime_rl_guest"
+NAME = "prime_rl_worker"
 
 
 def load_package(name: str, folder: Path) -> None:
