@@ -60,7 +60,7 @@ def serve(config: EnvServerConfig) -> None:
     """
     # verifiers takes seconds to import.
     with import_without_gc():
-        from prime_rl.orchestrator.env_servers.loading import load_environment, setup_verifiers_logging
+        from prime_rl.orchestrator.workers.loading import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)
     env = load_environment(config.env, "env")
@@ -68,7 +68,7 @@ def serve(config: EnvServerConfig) -> None:
 
 
 async def _serve(env: vf.Environment, address: str) -> None:
-    from prime_rl.orchestrator.env_servers.service import EnvironmentService
+    from prime_rl.orchestrator.workers.service import EnvironmentService
 
     try:
         service = EnvironmentService(env, address)

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, JudgeFault, OrchestratorError
-from prime_rl.orchestrator.guests.inside.reward_records import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 from prime_rl.orchestrator.rollouts.rollout import Rollout
+from prime_rl.orchestrator.workers.inside.reward_records import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 
 WINDOW = 32
 """Groups over which the share of failures is taken."""

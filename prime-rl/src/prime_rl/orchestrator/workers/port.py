@@ -14,13 +14,13 @@ import verifiers as vf
 import zmq
 from verifiers.serve import ZMQEnvClient
 
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split
-from prime_rl.orchestrator.env_servers.failures import in_time
-from prime_rl.orchestrator.env_servers.in_memory import described, outputs_of, rollouts_of
-from prime_rl.orchestrator.env_servers.service import TOKEN_CLIENT
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.servers.server import MAX_RETRIES, InferenceServer, unless
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split
+from prime_rl.orchestrator.workers.failures import in_time
+from prime_rl.orchestrator.workers.in_memory import described, outputs_of, rollouts_of
+from prime_rl.orchestrator.workers.service import TOKEN_CLIENT
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint, TransportError
 from prime_rl.utils.errors import one_line

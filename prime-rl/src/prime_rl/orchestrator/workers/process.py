@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.monitors.tracing import own_trace
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split, TextRows
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.logger import get_logger
@@ -48,7 +48,7 @@ _OURS = frozenset(
 _ADDED = {MASK_VARIABLE: "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
-class GuestError(Exception):
+class WorkerError(Exception):
     """The environment's own code failed in a request."""
 
     def __init__(self, message: str, kind: str = "") -> None:
@@ -58,7 +58,7 @@ class GuestError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class WorkerSpec:
     """What to load, and in which interpreter."""
 
     place: str
@@ -77,14 +77,14 @@ class Guest:
     """Environment variables that it gets besides those of this process."""
 
 
-class GuestProcess:
+class WorkerProcess:
     """One running environment.
 
     Until `connect`, requests block: environments are loaded before the event loop runs.
     """
 
-    def __init__(self, guest: Guest, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self.guest = guest
+    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self.spec = spec
         self._process = process
         self._connection = connection
         self._numbers = itertools.count()
@@ -95,7 +95,7 @@ class GuestProcess:
         """Why the process no longer answers."""
 
     @classmethod
-    def start(cls, guest: Guest) -> Self:
+    def start(cls, spec: WorkerSpec) -> Self:
         """Load the environment. Its output goes to the log of this process.
 
         Raises:
@@ -103,8 +103,8 @@ class GuestProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [str(guest.python), *guest.program, str(theirs.fileno())]
-            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED | dict(guest.added)
+            argv = [str(spec.python), *spec.program, str(theirs.fileno())]
+            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED | dict(spec.added)
             # The proxy of the run is on this machine, behind no other proxy.
             env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
             try:
@@ -113,8 +113,8 @@ class GuestProcess:
                 )
             except OSError as error:
                 ours.close()
-                raise EnvironmentFault(f"{guest.place}.python = {str(guest.python)!r}: {error.strerror}") from error
-        started = cls(guest, process, ours)
+                raise EnvironmentFault(f"{spec.place}.python = {str(spec.python)!r}: {error.strerror}") from error
+        started = cls(spec, process, ours)
         try:
             started._greet()
         except BaseException:
@@ -123,12 +123,12 @@ class GuestProcess:
         return started
 
     def _greet(self) -> None:
-        guest = self.guest
-        tables = {name: dict(getattr(guest, name)) for name in ("args", "attributes", "taskset", "agent")}
-        settings = {"protocol": PROTOCOL, "module": guest.module, "judge": guest.judge, **tables}
+        spec = self.spec
+        tables = {name: dict(getattr(spec, name)) for name in ("args", "attributes", "taskset", "agent")}
+        settings = {"protocol": PROTOCOL, "module": spec.module, "judge": spec.judge, **tables}
         hello = self._exchange(settings)
         if "fault" in hello:
-            raise EnvironmentFault(f"{guest.place}: {guest.module!r} does not load in {guest.python}: {hello['fault']}")
+            raise EnvironmentFault(f"{spec.place}: {spec.module!r} does not load in {spec.python}: {hello['fault']}")
         names = (("verifiers", "verifiers"), ("python", "Python"))
         self.versions = ", ".join(f"{shown} {hello[name]}" for name, shown in names if name in hello)
 
@@ -150,7 +150,7 @@ class GuestProcess:
         """The answer of the environment to one request. Cancelling it cancels the work there.
 
         Raises:
-            GuestError: the environment's code failed.
+            WorkerError: the environment's code failed.
             EnvironmentFault: the process is gone.
         """
         writer = await self._connect()
@@ -206,7 +206,7 @@ class GuestProcess:
         code = self._exit_code()
         how = "no longer answers" if code is None else f"ended with code {code}"
         reason = f": {why}" if why else "; what it printed is in this log"
-        return EnvironmentFault(f"{self.guest.place}: the process of {self.guest.module!r} {how}{reason}")
+        return EnvironmentFault(f"{self.spec.place}: the process of {self.spec.module!r} {how}{reason}")
 
     @contextlib.contextmanager
     def _end_descriptor(self) -> Iterator[int | None]:
@@ -285,33 +285,33 @@ class GuestProcess:
 
 def _value(answer: dict[str, Any]) -> Any:
     if "error" in answer:
-        raise GuestError(str(answer["error"]), str(answer.get("kind", "")))
+        raise WorkerError(str(answer["error"]), str(answer.get("kind", "")))
     return answer.get("value")
 
 
-class GuestEnded(GroupFailed):
+class WorkerEnded(GroupFailed):
     """The process ended or did not answer. Its requests fail; later ones get a new process."""
 
 
-class RestartingGuest:
+class RestartingProcess:
     """Asks a process that is replaced when it is gone."""
 
-    def __init__(self, process: GuestProcess) -> None:
-        self.guest: Guest = process.guest
+    def __init__(self, process: WorkerProcess) -> None:
+        self.spec: WorkerSpec = process.spec
         self.blocked_s = BLOCKED_S
-        self._process: GuestProcess | None = process
+        self._process: WorkerProcess | None = process
         self._starting = asyncio.Lock()
         # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
-        # because a guest dies with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, "guest")
+        # because a worker dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "worker")
         self._ends_in_a_row = 0
 
     async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
         """The answer to one request. `limit_s` is a time after which the process counts as blocked.
 
         Raises:
-            GuestError: the code failed.
-            GuestEnded: the process ended, or does not answer within `limit_s`.
+            WorkerError: the code failed.
+            WorkerEnded: the process ended, or does not answer within `limit_s`.
             EnvironmentFault: it ends whenever it is started.
         """
         process = await self._running()
@@ -328,27 +328,27 @@ class RestartingGuest:
         self._ends_in_a_row = 0
         return value
 
-    async def _running(self) -> GuestProcess:
+    async def _running(self) -> WorkerProcess:
         async with self._starting:
             if self._process is None:
                 if self._ends_in_a_row >= MAX_ENDS_IN_A_ROW:
                     raise EnvironmentFault(
-                        f"{self.guest.place}: the process of {self.guest.module!r} ended {self._ends_in_a_row} times "
+                        f"{self.spec.place}: the process of {self.spec.module!r} ended {self._ends_in_a_row} times "
                         "in a row before it answered anything; what it printed is in this log"
                     )
                 loop = asyncio.get_running_loop()
-                self._process = await loop.run_in_executor(self._thread, GuestProcess.start, self.guest)
+                self._process = await loop.run_in_executor(self._thread, WorkerProcess.start, self.spec)
             return self._process
 
-    def _lost(self, process: GuestProcess, why: str, reason: str) -> GuestEnded:
+    def _lost(self, process: WorkerProcess, why: str, reason: str) -> WorkerEnded:
         """The first request that notices ends the process, and alone counts against the environment."""
         is_first = process is self._process
         if is_first:
             self._process = None
             self._ends_in_a_row += 1
-            get_logger().warning(f"The process of {self.guest.module!r} is gone or blocked, and starts again")
+            get_logger().warning(f"The process of {self.spec.module!r} is gone or blocked, and starts again")
             process.kill()
-        return GuestEnded(why, reason, is_of_environment=is_first)
+        return WorkerEnded(why, reason, is_of_environment=is_first)
 
     async def close(self) -> None:
         if self._process is not None:
@@ -365,29 +365,29 @@ class ProcessWorker:
     It asks the model through a proxy of this process, which listens on the loopback interface.
     """
 
-    def __init__(self, name: str, process: GuestProcess, proxy: RecordingProxy) -> None:
+    def __init__(self, name: str, process: WorkerProcess, proxy: RecordingProxy) -> None:
         self.name = name
-        self.guest = RestartingGuest(process)
+        self.process = RestartingProcess(process)
         self.proxy = proxy
-        self._process = process
+        self._first = process
 
     @classmethod
-    def start(cls, name: str, guest: Guest) -> Self:
+    def start(cls, name: str, spec: WorkerSpec) -> Self:
         """Raises EnvironmentFault if the environment does not load in its interpreter."""
-        process = GuestProcess.start(guest)
-        get_logger().info(f"Environment {name!r} runs in {guest.python} ({process.versions})")
+        process = WorkerProcess.start(spec)
+        get_logger().info(f"Environment {name!r} runs in {spec.python} ({process.versions})")
         return cls(name, process, RecordingProxy())
 
     def describe(self, split: Split) -> Described:
         """Ask the process, before the event loop runs. Raises EnvironmentFault if it cannot make its dataset."""
-        process = self._process
+        process = self._first
         try:
             found = process.ask_now("describe", split=split)
             count = SHOWN_ROWS if found["rows"] is None else found["rows"]
             texts = list(_row_texts(process, split, count))
-        except GuestError as error:
+        except WorkerError as error:
             raise EnvironmentFault(
-                f"{process.guest.place}: cannot build the dataset of {self.name!r}: {error}"
+                f"{process.spec.place}: cannot build the dataset of {self.name!r}: {error}"
             ) from error
         return Described(TextRows(texts), found["rows"] is None, found["functions"], found["tools"])
 
@@ -398,8 +398,8 @@ class ProcessWorker:
         """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
 
         Raises:
-            GuestError: the environment's code failed.
-            GuestEnded: its process ended; the next group gets a new one.
+            WorkerError: the environment's code failed.
+            WorkerEnded: its process ended; the next group gets a new one.
             EnvironmentFault: its process ends whenever it is started.
             GroupTimeout: it took longer than `timeout_s` of the environment.
         """
@@ -408,7 +408,7 @@ class ProcessWorker:
             try:
                 rollouts = await self._attempt(group)
                 fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
-            except GuestError as error:
+            except WorkerError as error:
                 if not retries_left:
                     raise
                 fault = str(error)
@@ -424,7 +424,7 @@ class ProcessWorker:
         try:
             async with in_time(group.timeout_s, group.example.env, group.example.row):
                 with sessions_of_group as sessions:
-                    outputs = await self.guest.ask(
+                    outputs = await self.process.ask(
                         "run_group",
                         split=group.split,
                         row=group.example.row,
@@ -436,7 +436,7 @@ class ProcessWorker:
                     )
         except GroupTimeout:
             # A process that code without `await` blocks answers nothing, and is replaced.
-            await self.guest.ask("describe", self.guest.blocked_s, split=group.split)
+            await self.process.ask("describe", self.process.blocked_s, split=group.split)
             raise
         record_rollouts(own_trace(), outputs, group.example)
         by_key = {session.key: session for session in sessions}
@@ -447,17 +447,17 @@ class ProcessWorker:
 
     async def close(self) -> None:
         # First the process: the proxy waits for its open requests.
-        await self.guest.close()
+        await self.process.close()
         await self.proxy.close()
 
 
-def _row_texts(process: GuestProcess, split: str, count: int) -> Iterator[str]:
+def _row_texts(process: WorkerProcess, split: str, count: int) -> Iterator[str]:
     """The rows of the dataset as JSON."""
     start, at_once = 0, ROWS_AT_ONCE
     while start < count:
         try:
             rows = process.ask_now("rows", split=split, start=start, stop=min(start + at_once, count))
-        except GuestError as error:
+        except WorkerError as error:
             if error.kind != BadFrame.__name__ or at_once == 1:
                 raise
             at_once //= 2  # more than one message can hold

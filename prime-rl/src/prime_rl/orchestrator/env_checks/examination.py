@@ -1,6 +1,6 @@
 """Checks loaded environments before a model is: their prompts fit, and the chat template shows their tools.
 
-By itself, `python -m prime_rl.orchestrator.env_servers.examination @ orchestrator.toml` reports on the environments of
+By itself, `python -m prime_rl.orchestrator.env_checks.examination @ orchestrator.toml` reports on the environments of
 a run: `medarc_train rl CONFIG --preflight`.
 """
 
@@ -19,13 +19,13 @@ from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.environments.judging.offer import offered_in_a_trial
-from prime_rl.orchestrator.env_servers.prompts import PromptLengths, Refused, plain_messages, renderer, text_of
+from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, plain_messages, renderer, text_of
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.env_servers.environment import Environment
+    from prime_rl.orchestrator.workers.environment import Environment
 
 EVAL_KEY = "orchestrator.eval.env"
 _ROWS = 256
@@ -187,7 +187,7 @@ def main() -> None:
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
-    from prime_rl.orchestrator.env_servers.loading import load_environments
+    from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
         with offered_in_a_trial(config.judge):

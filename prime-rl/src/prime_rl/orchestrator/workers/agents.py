@@ -16,26 +16,25 @@ from typing import Any
 from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.environments.agents.datasets import BadRows, read_dataset
-from prime_rl.environments.agents.returns import InvalidReward, call_rewards
+from prime_rl.environments.agents.returns import UNKNOWN_VERSION, InvalidReward, call_rewards
 from prime_rl.environments.agents.targets import BadTarget
-from prime_rl.environments.agents.tensors import UNKNOWN_VERSION
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split, TextRows
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, MalformedRollout
-from prime_rl.orchestrator.guests.process import (
-    BLOCKED_S,
-    INSIDE,
-    Guest,
-    GuestEnded,
-    GuestError,
-    GuestProcess,
-    RestartingGuest,
-)
 from prime_rl.orchestrator.proxy.continuation import Message
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.process import (
+    BLOCKED_S,
+    INSIDE,
+    RestartingProcess,
+    WorkerEnded,
+    WorkerError,
+    WorkerProcess,
+    WorkerSpec,
+)
 from prime_rl.utils.engine_keys import published_key
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -55,12 +54,12 @@ class AgentWorker:
         name: str,
         keys: AgentKeys,
         rows: Mapping[Split, Sequence[dict[str, Any]]],
-        guest: RestartingGuest | None,
+        process: RestartingProcess | None,
         proxy: RecordingProxy,
     ) -> None:
         """Without a process, attempts are offered to agents that start sessions over HTTP."""
         self.name = name
-        self.guest = guest
+        self.process = process
         self.proxy = proxy
         self._keys = keys
         self._rows = rows
@@ -73,7 +72,7 @@ class AgentWorker:
         return Described(rows, tools=None, prompt_columns=("messages", "prompt", "question"))
 
     def waits_for(self) -> str:
-        if self.guest is not None:
+        if self.process is not None:
             return ""
         started = count_of("session", self.proxy.offers.num_started)
         return f"for agents at {self.proxy.base_url} ({started} started so far)"
@@ -87,7 +86,7 @@ class AgentWorker:
                 await self.proxy.open()
             except OSError as error:
                 raise EnvironmentFault(f"agent_port = {self._keys.port}: {error.strerror}") from error
-            if self.guest is None:
+            if self.process is None:
                 port = int(self.proxy.base_url.rpartition(":")[2].removesuffix("/v1"))
                 file = self._opened.enter_context(published_key(port, self.proxy.starter_key, KEY_SERVICE))
                 where = f"at {self.proxy.base_url} with the key in {file}"
@@ -109,9 +108,9 @@ class AgentWorker:
                 async with in_time(group.timeout_s, group.example.env, group.example.row):
                     rollouts = await _all_of(attempts)
             except GroupTimeout:
-                if self.guest is not None:
+                if self.process is not None:
                     # A process that does not answer is blocked by the agent's code, and is replaced.
-                    await self.guest.ask("ping", self.guest.blocked_s)
+                    await self.process.ask("ping", self.process.blocked_s)
                 raise
         if all(rollout.is_rejected for rollout in rollouts):
             failed = next((each for each in rollouts if each.error != REJECTED), rollouts[-1])
@@ -135,12 +134,12 @@ class AgentWorker:
     async def _outcome(self, group: GroupRequest, session: Session) -> dict[str, Any]:
         """What the agent returned (`Attempts.make`), with its rewards set in the session."""
         try:
-            if self.guest is None:
+            if self.process is None:
                 async with asyncio.timeout(self._keys.timeout_s):
                     await self.proxy.offers.run(session, group.row)
                 outcome: dict[str, Any] = {} if session.is_rewarded else {"is_rejected": True}
             else:
-                outcome = await self.guest.ask(
+                outcome = await self.process.ask(
                     "attempt",
                     self._keys.timeout_s + BLOCKED_S,
                     row=group.row,
@@ -158,17 +157,17 @@ class AgentWorker:
             return {"error": "SessionTimeout", "detail": f"no agent ended it within {self._keys.timeout_s:g} s"}
         except InvalidReward as error:
             return {"error": "InvalidReward", "detail": str(error)}
-        except GuestEnded as error:
+        except WorkerEnded as error:
             return {"error": "AgentFailed", "detail": str(error)}
-        except GuestError as error:  # what it returned cannot be sent
+        except WorkerError as error:  # what it returned cannot be sent
             return {"error": error.kind, "detail": str(error).removeprefix(f"{error.kind}: ")}
         # An agent that returns nothing may have set rewards over HTTP.
         return {} if outcome.get("is_rejected") and session.is_rewarded else outcome
 
     async def close(self) -> None:
         # First the process: the proxy waits for its open requests.
-        if self.guest is not None:
-            await self.guest.close()
+        if self.process is not None:
+            await self.process.close()
         await self.proxy.close()
         self._opened.close()
 
@@ -196,20 +195,24 @@ def start_agent(config: EnvConfig, place: str, python: Path | None) -> AgentWork
         rows["eval"] = rows["train"] if keys.eval_dataset is None else read_dataset(keys.eval_dataset)
     except (BadRows, BadTarget) as error:
         raise EnvironmentFault(f"{place}.agent_dataset: {error}") from error
-    guest = None
+    process = None
     if keys.target != EXTERNAL:
-        guest = RestartingGuest(GuestProcess.start(agent_guest(place, keys.target, config.args, python, config.judge)))
-    return AgentWorker(config.name or config.id, keys, rows, guest, RecordingProxy(keys.port or 0))
+        process = RestartingProcess(
+            WorkerProcess.start(agent_spec(place, keys.target, config.args, python, config.judge))
+        )
+    return AgentWorker(config.name or config.id, keys, rows, process, RecordingProxy(keys.port or 0))
 
 
-def agent_guest(
+def agent_spec(
     place: str, target: str, args: Mapping[str, Any], python: Path | None = None, judge: str | None = None
-) -> Guest:
+) -> WorkerSpec:
     """What to start, in the interpreter `python` or in this one. `place` is the config key, for messages."""
     ours = [entry for entry in sys.path if entry] if python is None else []
     attributes = {"path": [str(Path.cwd()), *ours]}
     program = (str(INSIDE / "__main__.py"), "--agent")
-    return Guest(place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET)
+    return WorkerSpec(
+        place, python or Path(sys.executable), target, args, attributes, judge, program=program, added=_QUIET
+    )
 
 
 def rollout_of(session: Session, outcome: Mapping[str, Any], keys: AgentKeys, group: GroupRequest) -> Rollout:

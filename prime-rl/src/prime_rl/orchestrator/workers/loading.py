@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import verifiers as vf
 from datasets import disable_progress_bars
+from verifiers.errors import OverlongPromptError
+from verifiers.types import TASK_INPUT_FIELDS
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
@@ -17,19 +24,31 @@ from prime_rl.environments.builtin import built_in_module
 from prime_rl.interpreters.in_use import use
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, use_shared
 from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
-from prime_rl.orchestrator.agents.worker import start_agent
-from prime_rl.orchestrator.env_servers.environment import Environment, Split
-from prime_rl.orchestrator.env_servers.exits import contain_exits
-from prime_rl.orchestrator.env_servers.in_memory import VerifiersWorker
-from prime_rl.orchestrator.env_servers.overlong import record_overlong_prompts
-from prime_rl.orchestrator.env_servers.port import PortWorker
-from prime_rl.orchestrator.env_servers.rubrics import argument_faults, weight_faults, without_answers
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, judge_arguments
-from prime_rl.orchestrator.guests.inside.returned import wrong_type
-from prime_rl.orchestrator.guests.inside.reward_records import record_reward_errors
-from prime_rl.orchestrator.guests.process import Guest, ProcessWorker
+from prime_rl.orchestrator.workers.agents import start_agent
+from prime_rl.orchestrator.workers.environment import Environment, Split
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, judge_arguments
+from prime_rl.orchestrator.workers.inside.returned import wrong_type
+from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, leaves, record_reward_errors
+from prime_rl.orchestrator.workers.port import PortWorker
+from prime_rl.orchestrator.workers.process import ProcessWorker, WorkerSpec
 from prime_rl.utils.logger import get_logger
+
+HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
+"""Methods of an environment that run its author's code. verifiers may run each of the first three in a task of its own,
+and an event loop ends at once if a task raises SystemExit."""
+_COUNTS = re.compile(
+    r"context length is (\d+) tokens.*?(?:prompt has|contains(?: at least)?) (\d+) (?:input )?tokens", re.DOTALL
+)
+"""How our engine and vLLM say it."""
+_OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
+_OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
+_SCORING = ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects")
+"""Methods of verifiers 0.1.14 that choose a reward function's arguments by their names."""
+
+
+_OPTIONAL = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def load_environments(
@@ -60,12 +79,12 @@ def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
         return _with_rows(load_environment(config, place), config, place, split)
     attributes = environment_arguments(config.extra_env_kwargs)
     tables = (config.taskset, config.agent)
-    guest = Guest(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
-    worker = ProcessWorker.start(name, guest)
+    spec = WorkerSpec(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
+    worker = ProcessWorker.start(name, spec)
     try:
         environment = Environment(name, worker, split, config.max_failed_groups)
     except BaseException:
-        worker.guest.kill()
+        worker.process.kill()
         raise
     _refuse_empty(environment, config, place, split)
     return environment
@@ -202,3 +221,92 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
+    """One line for each weight with which no reward would be a number."""
+    for part in leaves(rubric):
+        for function, weight in zip(part.funcs, part.weights, strict=True):
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                name = getattr(function, "__name__", repr(function))
+                yield f"the weight of reward function {name!r} is {weight!r}, not a finite number"
+
+
+def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Iterator[str]:
+    """One line for each argument that a reward function requires and never gets, so that each of its calls would fail.
+
+    `columns` are those of the dataset, which become arguments, too. A rubric that chooses arguments itself has none.
+    """
+    added = [name for name in columns if name not in TASK_INPUT_FIELDS]
+    for part in leaves(rubric):
+        own = [name for name in _SCORING if getattr(type(part), name) is not getattr(vf.Rubric, name)]
+        if own or part.score_object_providers or part.group_score_object_providers:
+            continue
+        for function in part.funcs:
+            base = _OF_GROUP if part._is_group_func(function) else (*_OF_ROLLOUT, *added)
+            known = dict.fromkeys((*base, *part.class_objects))
+            for each in inspect.signature(function).parameters.values():
+                if each.name not in known and each.default is each.empty and each.kind not in _OPTIONAL:
+                    near = get_close_matches(each.name, known, 1)
+                    meant = f" (did you mean {near[0]!r}?)" if near else ""
+                    name = getattr(function, "__name__", repr(function))
+                    yield f"reward function {name!r} requires {each.name!r}{meant}, and gets only {', '.join(known)}"
+
+
+def without_answers(rubric: vf.Rubric | None, columns: Collection[str]) -> list[str]:
+    """Reward functions that require `answer` in an environment whose rows have none, and so always get an empty one."""
+    functions = [function for part in leaves(rubric) for function in part.funcs] if "answer" not in columns else []
+    parameters = [(function, inspect.signature(function).parameters.get("answer")) for function in functions]
+    return [
+        getattr(function, "__name__", repr(function))
+        for function, found in parameters
+        if found is not None and found.default is found.empty
+    ]
+
+
+class CalledExit(vf.Error):  # type: ignore[misc]
+    """The code of an environment called `sys.exit`. Ends the rollout."""
+
+
+def contain_exits(env: vf.Environment) -> None:
+    """Turn SystemExit in the rollouts of an environment, or of any member of a group, into an error of the rollout."""
+    for name in HOOKS:
+        if (hook := getattr(env, name, None)) is not None:
+            setattr(env, name, _contained(hook))
+    for member in getattr(env, "env_map", {}).values():
+        contain_exits(member)
+
+
+def _contained(hook: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    @functools.wraps(hook)
+    async def contained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await hook(*args, **kwargs)
+        except SystemExit as exit_:
+            raise CalledExit(f"the environment called sys.exit({exit_.code!r})") from exit_
+
+    return contained
+
+
+def record_overlong_prompts(env: vf.Environment) -> None:
+    """Write into a rollout's state, or that of any member of a group, why its prompt was refused."""
+    hook = env.get_model_response
+
+    @functools.wraps(hook)
+    async def recording(state: vf.State, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await hook(state, *args, **kwargs)
+        except OverlongPromptError as error:
+            state[OVERLONG_PROMPT] = described(str(error))
+            raise
+
+    env.get_model_response = recording
+    for member in getattr(env, "env_map", {}).values():
+        record_overlong_prompts(member)
+
+
+def described(message: str) -> str:
+    """What the server said, in few words if it has a known form."""
+    if (found := _COUNTS.search(message)) is None:
+        return f"prompt too long: {' '.join(message.split())}"
+    return f"prompt too long ({found[2]} tokens, limit {found[1]})"

@@ -18,10 +18,10 @@ from prime_rl.configs.shared import LogConfig
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.in_memory import VerifiersWorker
-from prime_rl.orchestrator.env_servers.port import PortWorker
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.port import PortWorker
 from prime_rl.run.beats import helper_beats_env
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.logger import get_logger

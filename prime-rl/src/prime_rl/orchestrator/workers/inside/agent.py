@@ -11,8 +11,8 @@ from typing import Any
 from prime_rl.environments.agents.attempting import HUNG_THREADS, Attempts
 from prime_rl.environments.agents.context import Attempt
 from prime_rl.environments.agents.targets import BadTarget, load_target, needs_client
-from prime_rl.orchestrator.guests.inside.judge_arguments import NoJudge, offered_arguments
-from prime_rl.orchestrator.guests.inside.serving import Ending, Unusable
+from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, offered_arguments
+from prime_rl.orchestrator.workers.inside.serving import Ending, Unusable
 
 
 class Served:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAME = "prime_rl_guest"
+NAME = "prime_rl_worker"
 
 
 def load_package(name: str, folder: Path) -> None:
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     if "--agent" in sys.argv and sys.version_info >= (3, 11):
         # An agent uses more of our code than this directory, which still needs nothing but the standard library.
         load_package("prime_rl", HERE.parents[2])
-        importlib.import_module("prime_rl.orchestrator.guests.inside.serving").main()
+        importlib.import_module("prime_rl.orchestrator.workers.inside.serving").main()
     else:
         load_package(NAME, HERE)
         importlib.import_module(f"{NAME}.serving").main()

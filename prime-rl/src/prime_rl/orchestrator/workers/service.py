@@ -22,9 +22,9 @@ from verifiers.serve.types import RunGroupRequest, RunRolloutRequest
 from verifiers.types import ClientConfig
 from verifiers.utils.serve_utils import msgpack_encoder
 
-from prime_rl.orchestrator.env_servers.in_memory import SessionClient
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.servers.channel import ChatChannel
+from prime_rl.orchestrator.workers.in_memory import SessionClient
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.utils.logger import get_logger
 

@@ -13,12 +13,7 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import ClientConfig, Response
 
 from prime_rl.monitors.tracing import own_trace
-from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split
-from prime_rl.orchestrator.env_servers.failures import in_time
-from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.guests.inside.reward_records import KEY as REWARD_ERRORS
-from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.orchestrator.proxy.completions import exchange, rendering
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.proxy.recording import Session, Upstream, flat
@@ -28,6 +23,10 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.channel import OverlongPrompt
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split
+from prime_rl.orchestrator.workers.failures import in_time
+from prime_rl.orchestrator.workers.inside.reward_records import KEY as REWARD_ERRORS
+from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, functions_with_weights, leaves
 
 STATE_COLUMNS = ["trajectory", "sampling_args", REWARD_ERRORS, OVERLONG_PROMPT]
 """What a rollout's output has besides what verifiers always gives."""
@@ -123,6 +122,11 @@ class VerifiersWorker:
 def described(env: vf.Environment, split: Split) -> Described:
     rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
     return Described(rows, reward_functions=reward_functions(env.rubric), tools=env.tool_defs or ())
+
+
+def reward_functions(rubric: vf.Rubric | None) -> dict[str, float]:
+    """Weight of each reward function in the sum that is the reward, by name; 0 for one that is only measured."""
+    return dict(pair for part in leaves(rubric) for pair in functions_with_weights(part))
 
 
 async def outputs_of(env: vf.Environment, group: GroupRequest, client: vf.Client | vf.ClientConfig) -> list[Any]:
