@@ -14,7 +14,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, InstalledEnvironment, Registry, environments_directory
-from prime_rl.orchestrator.env_servers.loading import load_environments
+from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.utils.errors import UserError
 
 MODULE = """

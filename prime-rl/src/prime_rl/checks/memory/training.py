@@ -65,7 +65,7 @@ def linear_paths(block: Tensors) -> list[str]:
 
 
 def is_target(lora: LoRAConfig, path: str) -> bool:
-    """Whether a module gets an adapter, by the rules of `trainer/lora/targets.py`."""
+    """Whether a module gets an adapter, by the rules of `trainer/model/lora.py`."""
 
     def matches(pattern: str) -> bool:
         return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."
@@ -140,7 +140,7 @@ def _experts_per_token(shape: ModelShape) -> int:
 
 
 _LOGITS = 2**25
-"""`Limits.logits` of `trainer/kernels/linear_cross_entropy.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
+"""`Limits.logits` of `trainer/kernels/heads.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
 _FLOAT_LOGITS = 2**22
 _CACHED_FLOAT_LOGITS = 2**20
 _PLAIN_FLOATS = 3
@@ -233,7 +233,7 @@ _OFFLOAD_SLICE_BYTES = 2**30
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
 BLOCK_QUERIES, BLOCK_SCORES = 128, 2**24
-"""Limits of a block of one sequence, as in `trainer/model/sequence_blocks.py`."""
+"""Limits of a block of one sequence, as in `trainer/model/layouts.py`."""
 _BLOCK_RESULTS = 3
 """Probabilities, their gradients and those of the scores."""
 _INFLIGHT_BLOCKS = 2
