@@ -18,8 +18,8 @@ import pytest
 from prime_rl.launch import LocalHost
 from prime_rl.launch.caches import PRELOAD_VARIABLE, installed_tcmalloc
 from prime_rl.launch.nodes.cluster import ClusterHost, PipeChannel, agent_argv
-from prime_rl.launch.nodes.placing import cluster_site
-from prime_rl.launch.placement import Demand
+from prime_rl.launch.nodes.placing import cluster_placement
+from prime_rl.launch.placement import ResourceRequest
 from prime_rl.launch.programs import Programs
 from prime_rl.run.paths import STORE_VARIABLE
 from prime_rl.trainer.process.world import open_store
@@ -119,7 +119,7 @@ class Two:
 def test_an_interface_that_nodes_do_not_have_is_refused_with_the_names_of_theirs(
     local: LocalHost, tmp_path: Path
 ) -> None:
-    demand, programs = Demand("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
+    demand, programs = ResourceRequest("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
     cases = {
         "deployment.network_interface = loo": (replace(demand, interface="loo"), {"GLOO_SOCKET_IFNAME": "lo"}),
         "GLOO_SOCKET_IFNAME=loo": (demand, {"GLOO_SOCKET_IFNAME": "loo"}),
@@ -127,13 +127,13 @@ def test_an_interface_that_nodes_do_not_have_is_refused_with_the_names_of_theirs
     store = tmp_path / "control" / "store"
     with ClusterHost(local, Two().channels()) as host:
         for words, (asked, env) in cases.items():
-            with pytest.raises(DeviceError) as refused, cluster_site(host, Two(), asked, env, store, programs):
+            with pytest.raises(DeviceError) as refused, cluster_placement(host, Two(), asked, env, store, programs):
                 pass
             fault = str(refused.value)
             assert fault.startswith(f"{words}: no such network interface with an IPv4 address on every node: n0 has lo")
             assert fault.endswith("; use lo")
         asked = replace(demand, interface="eth77,lo")
-        with cluster_site(host, Two(), asked, {}, store, programs) as site:
+        with cluster_placement(host, Two(), asked, {}, store, programs) as site:
             assert [(each.interface, each.address) for each in site.each] == [("lo", "127.0.0.1")] * 2
 
 
@@ -145,10 +145,10 @@ def test_a_node_gets_tcmalloc_unless_something_is_preloaded_there(local: LocalHo
         PipeChannel(name, agent_argv(), {**env, "SLURMD_NODENAME": name, **preloads})
         for name, preloads in (("n0", {}), ("n1", {PRELOAD_VARIABLE: ""}))
     ]
-    demand, programs = Demand("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
+    demand, programs = ResourceRequest("cpu", train=1, train_nodes=2), Programs("python", "inference", "orchestrator")
     with (
         ClusterHost(local, agents) as host,
-        cluster_site(host, Two(), demand, env, tmp_path / "control" / "store", programs) as site,
+        cluster_placement(host, Two(), demand, env, tmp_path / "control" / "store", programs) as site,
     ):
         assert [each.allocator.get(PRELOAD_VARIABLE) for each in site.each] == [library, None]
 
