@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from prime_rl.environments.rows.orders import write_order
-from prime_rl.environments.rows.pass_rates import PassRate, write_pass_rates
+from prime_rl.environments.rows.curricula import PassRate, write_order, write_pass_rates
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.history.kept_rollout import KeptRollout
 from prime_rl.history.rollouts import KeptRollouts

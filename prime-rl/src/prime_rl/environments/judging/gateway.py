@@ -1,8 +1,8 @@
-"""The gateway: an OpenAI-compatible server on the loopback interface, which all environments of a run ask.
+"""The judge gateway: an OpenAI-compatible server on the loopback interface that all environments of a run use.
 
-It runs in a thread with an event loop of its own, so that code of an environment that blocks this process's loop can
-still be answered. `http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key;
-the keys of the judges stay here.
+It runs in a thread with its own event loop, so it answers even if code of an environment blocks this process's loop.
+`http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key; the keys of the
+judges stay here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from typing import Any, Self, TypeVar
 from aiohttp import web
 
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.environments.judging.cache import AnswerCache
-from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
-from prime_rl.environments.judging.judge import Judge, JudgeServer
+from prime_rl.environments.judging.judge import CallFailed, CallRefused, Judge, JudgeCache, JudgeLost, JudgeServer
 from prime_rl.utils.engine_keys import is_bearer
 
 HOST = "127.0.0.1"
@@ -30,18 +28,18 @@ MAX_BODY_BYTES = 16 << 20
 CLOSE_S = 1.0
 T = TypeVar("T")
 _NO_RETRY = {"x-should-retry": "false"}
-"""The `openai` package would ask again after a 5xx. The gateway has done so."""
+"""Stops the `openai` package from repeating requests after a 5xx: the gateway has already retried."""
 
 
 class JudgeGateway:
-    """Answers environments until it is closed. Use it as a context manager."""
+    """Serves environments until it is closed. Use it as a context manager."""
 
     def __init__(
         self,
-        configs: Mapping[str, tuple[JudgeServer, JudgeConfig, AnswerCache | None]],
+        configs: Mapping[str, tuple[JudgeServer, JudgeConfig, JudgeCache | None]],
         calling: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
-        """`calling` is entered with the name of a judge for each call to it."""
+        """`calling(name)` is a context manager that wraps each call to the judge of this name."""
         self.key = secrets.token_urlsafe(32)
         self.lost: Future[None] = Future()
         """Gets a `JudgeLost` as its exception when a judge cannot be used any more."""
@@ -70,15 +68,15 @@ class JudgeGateway:
         return f"http://{HOST}:{self.port}/{name}/v1"
 
     async def warm(self) -> None:
-        """Wait until every judge has answered once. Await it on any event loop.
+        """Wait until every judge has answered once. Can be awaited on any event loop.
 
         Raises:
-            JudgeLost: one does not.
+            JudgeLost: a judge does not answer.
         """
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._warm(), self._loop))
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call."""
+        """Metrics since the last call of this method."""
 
         async def take() -> dict[str, float]:
             return {name: value for judge in self.judges.values() for name, value in _taken(judge).items()}
@@ -129,11 +127,11 @@ class JudgeGateway:
         try:
             body = json.loads(await request.read())
         except (ValueError, RecursionError):
-            return _error(400, "the body is no JSON")
+            return _error(400, "the body is not JSON")
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
             return _error(400, "messages: a list of messages, and at least one")
         if body.get("stream"):
-            return _error(400, "stream: judges answer whole, so that answers can be kept")
+            return _error(400, "stream: not supported, because answers are cached")
         if self.lost.done():
             return _error(503, "a judge of the run is lost, and the run ends")
         return await _answered(judge, body)

@@ -1,4 +1,4 @@
-"""How environments find their judges: two environment variables, which processes that this one starts inherit.
+"""Tells environments how to reach their judges: two environment variables, which child processes inherit.
 
 `inside/judge_arguments.py` of the orchestrator's guests reads them, in every interpreter.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from prime_rl.configs.rollouts.judges import JudgeConfig
 
 JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
-"""`base_url`, `model` and `sampling` of each judge, by name, as JSON."""
+"""JSON with `base_url`, `model` and `sampling` of each judge, by name."""
 JUDGE_KEY_VARIABLE = "ENVIRONMENT_JUDGE_KEY"
 """The key of the gateway: `judge_api_key_var` of environments."""
 LOOPBACK = "127.0.0.1"
@@ -35,7 +35,7 @@ def offered(
         for name, judge in judges.items()
     }
     added = {JUDGES_VARIABLE: json.dumps(shown), JUDGE_KEY_VARIABLE: key}
-    # The gateway is on this machine, behind no proxy.
+    # The gateway is on this machine: a proxy could not reach it.
     added |= {name: ",".join(filter(None, (environ.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
     before = {name: environ.get(name) for name in added}
     environ.update(added)
@@ -51,7 +51,7 @@ def offered(
 
 @contextmanager
 def offered_in_a_trial(judges: Mapping[str, JudgeConfig]) -> Iterator[None]:
-    """Offer judges that do not answer: the environments are loaded, and not run."""
+    """Offer judges that do not answer, to environments that are loaded but not run."""
     nowhere = {name: f"http://{LOOPBACK}:9/{name}/v1" for name in judges}
     with offered(judges, nowhere, "no-key-in-a-trial"):
         yield

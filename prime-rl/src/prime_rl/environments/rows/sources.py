@@ -20,14 +20,14 @@ from prime_rl.utils.row_files.reading import RowFileError, stream_file
 
 
 class RowsFault(Exception):
-    """A dataset cannot be used as asked. The message is one line that begins with the dataset's name."""
+    """The user's mistake: a dataset cannot be used as configured. One line that begins with the dataset's name."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 def read_rows(path: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
-    """Every row of a dataset, in the order of the source.
+    """Read every row of a dataset, in the order of the source.
 
     Raises:
         RowsFault: there is nothing at the path, or it cannot be read.
@@ -51,7 +51,7 @@ def read_rows(path: str, subset: str | None = None, split: str = "train") -> Ite
 
 
 def local_path(path: str | Path) -> Path:
-    """The path itself, or a local copy of what is there on S3. Raises RowsFault."""
+    """The path itself; for an S3 URL, a local copy. Raises RowsFault."""
     try:
         name = S3Name.of(path)
         if name is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from prime_rl.environments.adapters.games.turns import START_COLUMN
+from prime_rl.environments.adapters.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_servers.environments import Environment
 from prime_rl.orchestrator.env_servers.prompts import CountTokens, text_of
