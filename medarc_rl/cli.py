@@ -16,9 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from medarc_rl.completion.hooks import Shell, hook, install
-from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.errors import UsageError
 from medarc_rl.examples import examples_text
 from prime_rl.run.directory import RunFinished
+from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.private import NotPrivate, home_directory
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class OneLineErrors(TyperGroup):
         except RunFinished as finished:
             say(str(finished))
             code = 0
-        except MedarcError as error:
+        except PrimeError as error:
             faults, code = error.faults, error.exit_code
         except OSError as error:
             # A file of another user's, say, or a folder in the place of a file, wherever a command reads.

@@ -7,15 +7,11 @@ MedarcError            exit 1: a valid request failed
 
 from __future__ import annotations
 
+from prime_rl.utils.errors import PrimeError
 
-class MedarcError(Exception):
+
+class MedarcError(PrimeError):
     """Printed as `error: …`, one line for each fault."""
-
-    exit_code = 1
-
-    def __init__(self, *faults: str) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
 
 
 class UsageError(MedarcError):

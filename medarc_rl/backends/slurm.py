@@ -20,7 +20,7 @@ from medarc_rl.backends.launcher import CONFIGS
 from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 NODE_GPUS = 8
 STOP_LEAD_S = 120

@@ -25,9 +25,9 @@ from prime_rl.checks.start_dir import StartDir, looks_like_path
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
 from prime_rl.launch.logs import tail
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.logger import count_of
-from prime_rl.utils.pydantic_config.errors import one_line
 from prime_rl.utils.scratch import scratch_directory
 
 CHECK = "prime_rl.orchestrator.env_checks.environment_check"

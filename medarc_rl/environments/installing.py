@@ -26,7 +26,7 @@ from prime_rl.interpreters.in_use import remove_unless_used, unused_for
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
 from prime_rl.interpreters.venvs import Uv, VenvError, python_of
 from prime_rl.launch.job import command_prefix
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
 """What an environment gets that does not say which verifiers it needs."""

@@ -17,7 +17,7 @@ from medarc_rl.environments.installing import remove_files
 from medarc_rl.errors import UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 OWN, SHARED, RUN = "own interpreter", "the run's, added", "the run's"
 

@@ -22,7 +22,7 @@ from prime_rl.checks.built_in import is_built_in
 from prime_rl.checks.packages import find_module
 from prime_rl.interpreters.registry import Registry, RegistryFault, module_of
 from prime_rl.launch.job import command_prefix
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 MAX_NAME_CHARS = 50

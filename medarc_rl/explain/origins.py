@@ -16,8 +16,8 @@ from prime_rl.utils.pydantic_config.arguments import arguments_layer
 from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations
 from prime_rl.utils.pydantic_config.layers import Layer, value_at
 from prime_rl.utils.pydantic_config.load import build_config, read_layers
-from prime_rl.utils.pydantic_config.schema import KeyPath
 from prime_rl.utils.pydantic_config.toml_files import section_of
+from prime_rl.utils.tables import KeyPath
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 OURS = "this command"

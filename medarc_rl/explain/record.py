@@ -10,8 +10,8 @@ from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import Explained, Setting
 from medarc_rl.explain.screen import as_json
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
-from prime_rl.utils.pydantic_config.errors import one_line
 
 NAME = "origins.json"
 

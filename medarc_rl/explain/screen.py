@@ -12,7 +12,7 @@ from medarc_rl.explain.origins import Explained
 from prime_rl.configs.surface.resuming import rule_for
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text, value_text
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 MAX_KEY_CHARS, MAX_VALUE_CHARS = 52, 40
 

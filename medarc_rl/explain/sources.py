@@ -9,7 +9,6 @@ from pathlib import Path
 from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import Explained, explained_config
 from medarc_rl.explain.record import recorded_origins
-from medarc_rl.migrate.draft import leaves
 from medarc_rl.migrate.kinds import kind_of
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.root import RootConfig
@@ -19,6 +18,7 @@ from prime_rl.utils.pydantic_config.arguments import parse_arguments
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
 from prime_rl.utils.pydantic_config.suggest import nearest_keys
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
+from prime_rl.utils.tables import leaves
 
 _KINDS = ("rl", "sft", "eval")
 

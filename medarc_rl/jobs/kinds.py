@@ -28,8 +28,9 @@ def job_kind(words: list[str]) -> tuple[str, list[str]]:
         layers = read_files(files).layers
     except ConfigError as error:
         raise UsageError(*error.faults) from error
-    from medarc_rl.migrate.draft import leaves, names
+    from medarc_rl.migrate.draft import names
     from prime_rl.configs.surface.kinds import unknown_counts
+    from prime_rl.utils.tables import leaves
 
     keys = {".".join(names(path)) for layer in layers for path, _ in leaves(layer.data)}
     unknown = unknown_counts(keys)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from medarc_rl.lm_eval.results import write_private
 from medarc_rl.lm_eval.scores import Row
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 PLAIN_WIDTH = 240
 """Width of the table in a file or a pipe."""

@@ -28,7 +28,7 @@ from prime_rl.run.completion import report_completion
 from prime_rl.run.evaluations import Following
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.signals import end_quietly_on_ctrl_c
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from medarc_rl.migrate.values import key_text
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.meanings import DEFAULTS, DIFFERENT, SAME_HERE
 from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, split_component
-from prime_rl.utils.pydantic_config.schema import KeyPath, find_key, has_key, is_nullable
+from prime_rl.utils.pydantic_config.schema import find_key, has_key, is_nullable
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
+from prime_rl.utils.tables import KeyPath
 
 
 def carry_by_tables(draft: Draft) -> None:

@@ -18,8 +18,9 @@ from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
 from prime_rl.utils.pydantic_config.faults import faults_of, locate
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
-from prime_rl.utils.pydantic_config.schema import KeyPath, walk_fields
+from prime_rl.utils.pydantic_config.schema import walk_fields
 from prime_rl.utils.pydantic_config.toml_files import BASES_KEY, read_files
+from prime_rl.utils.tables import KeyPath
 
 WHY_NOT_BUILT = "not supported yet"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from medarc_rl.migrate.values import key_text, shown
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, split_component
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
 
@@ -136,18 +136,6 @@ def _excludes(path: KeyPath, value: Any, target: KeyPath) -> bool:
 def names(path: KeyPath) -> tuple[str, ...]:
     """The path without indices."""
     return tuple(part for part in path if isinstance(part, str))
-
-
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The values in nested tables and lists of tables, with their paths. An empty table is a value."""
-    if isinstance(value, dict) and (value or not path):
-        for name, item in value.items():
-            yield from leaves(item, (*path, name))
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
-    else:
-        yield path, value
 
 
 def assemble(values: Mapping[KeyPath, Any]) -> dict[str, Any]:

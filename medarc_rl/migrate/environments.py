@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from medarc_rl.migrate.draft import Draft, Finding
 from medarc_rl.migrate.rewrites import tell_move
 from medarc_rl.migrate.values import key_text
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 ONE_FORM_ONLY = "[[env]] tables are also set"
 

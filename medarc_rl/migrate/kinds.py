@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.draft import leaves, names
+from medarc_rl.migrate.draft import names
 from prime_rl.configs.surface.kinds import ROOTS, unknown_counts
 from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
 from prime_rl.configs.surface.renamed import NEWER, OLDER, find_renamed, split_component
 from prime_rl.utils.pydantic_config.layers import Layer
-from prime_rl.utils.pydantic_config.schema import KeyPath, has_key
+from prime_rl.utils.pydantic_config.schema import has_key
+from prime_rl.utils.tables import KeyPath, leaves
 
 IN_EVERY_VERSION = ("clean",)
 """Keys that both older and newer versions have, so that they do not tell the version."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from medarc_rl.migrate.draft import Draft, Placed
 from medarc_rl.migrate.statements import Document, Statement
 from medarc_rl.migrate.values import key_text, value_text
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 NOT_CARRIED = "# not carried: "
 

@@ -14,7 +14,7 @@ import tomli_w
 from medarc_rl.errors import UsageError
 from medarc_rl.migrate.carry import carry_by_tables, keep_sections, note_defaults
 from medarc_rl.migrate.check import check
-from medarc_rl.migrate.draft import Draft, Finding, Verdict, leaves
+from medarc_rl.migrate.draft import Draft, Finding, Verdict
 from medarc_rl.migrate.environments import missing_environments, rewrite_environments
 from medarc_rl.migrate.kinds import kind_of, versions_of
 from medarc_rl.migrate.layout import write_layout
@@ -22,8 +22,8 @@ from medarc_rl.migrate.rewrites import rewrite_by_hand
 from medarc_rl.migrate.statements import Document, split_statements
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.utils.pydantic_config import ConfigError
-from prime_rl.utils.pydantic_config.schema import KeyPath
 from prime_rl.utils.pydantic_config.toml_files import parse_toml
+from prime_rl.utils.tables import KeyPath, leaves
 
 MAX_BYTES = 64 * 1024
 MAX_VALUES = 1000

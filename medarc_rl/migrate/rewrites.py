@@ -7,7 +7,7 @@ from typing import Any
 
 from medarc_rl.migrate.draft import Draft, Finding
 from medarc_rl.migrate.values import key_text, shown
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 DEFAULT_ROOT = "outputs"
 """Default of `output_dir` in every version."""

@@ -6,7 +6,7 @@ import re
 from datetime import date, datetime, time
 from typing import Any
 
-from prime_rl.utils.pydantic_config.schema import KeyPath
+from prime_rl.utils.tables import KeyPath
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}

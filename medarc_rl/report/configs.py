@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from medarc_rl.report.groups import Group
 from prime_rl.history.run import RunHistory
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.describe import value_text
+from prime_rl.utils.tables import leaves
 
 MAX_VALUE_CHARS = 200
 _FOLLOWS = "follows:"
@@ -62,7 +63,8 @@ def plain_config(run: RunHistory, fault: str = "") -> RunConfig:
     """The values as they are in the file, with the recorded origins."""
     origins = _origins(run)
     values = []
-    for path, value in _leaves(run.config()):
+    for path, written_value in leaves(run.config()):
+        value = None if written_value == "None" else written_value
         origin = origins.get(".".join(map(str, path)))
         written = () if origin is None else (Setting(value, origin),)
         values.append(Explained(path, value, BaseModel, written, None))
@@ -75,16 +77,6 @@ def _origins(run: RunHistory) -> dict[str, str]:
         return {str(key): str(entry["origin"]) for key, entry in record.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    items: Any = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        items = enumerate(value)
-    if not items and path:
-        yield path, None if value == "None" else value
-    for key, item in items:
-        yield from _leaves(item, (*path, key))
 
 
 def settings_section(run: RunHistory) -> Section:

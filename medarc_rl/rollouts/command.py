@@ -21,8 +21,8 @@ from medarc_rl.cli import say, warn
 from medarc_rl.errors import UsageError
 from medarc_rl.stored import local_run
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
-from prime_rl.utils.pydantic_config.errors import one_line
 
 if TYPE_CHECKING:
     from prime_rl.history.kept_rollout import KeptRollout

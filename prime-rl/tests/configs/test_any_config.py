@@ -23,8 +23,8 @@ from pydantic import BaseModel
 from prime_rl.checks import start_faults
 from prime_rl.configs.surface.docs import ROOTS
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.utils.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv, to_toml
-from prime_rl.utils.pydantic_config.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config.schema import Section, alternatives, list_items, sections_among, walk_fields
 
 CANARY = "canary"

@@ -10,8 +10,8 @@ import pytest
 from prime_rl.checks import start_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.utils.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv
-from prime_rl.utils.pydantic_config.errors import MAX_FAULTS
 
 DEEP = 5000
 DEEPER = 50_000

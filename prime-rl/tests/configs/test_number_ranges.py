@@ -161,7 +161,7 @@ def test_a_key_accepts_its_default_and_both_ends_of_its_range(
 def test_the_line_names_key_and_range(root: type[Any], options: str, fault: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(root, overrides=[f"--{options}"])
-    assert error.value.faults == [fault]
+    assert error.value.faults == (fault,)
 
 
 @pytest.mark.parametrize(

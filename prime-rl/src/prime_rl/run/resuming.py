@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from prime_rl.configs.surface.resuming import ResumeRule, rule_for
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning, to_toml
+from prime_rl.utils.tables import dotted, leaves
 
 UNSET = "unset"
 _COMPONENTS = ("orchestrator", "inference")
@@ -112,7 +113,7 @@ def _validated(config_cls: type[BaseSettings], table: dict[str, Any]) -> BaseSet
 
 
 def _changes(component: str, saved: BaseSettings, config: BaseSettings, prefix: str) -> Iterator[Change]:
-    was, now = (dict(_leaves("", each.model_dump())) for each in (saved, config))
+    was, now = (_by_key(each.model_dump()) for each in (saved, config))
     given = {key: value for key, value in now.items() if value is True}
     for key in dict.fromkeys((*was, *now)):
         if _is_below(key, was) or _is_below(key, now):
@@ -124,15 +125,8 @@ def _changes(component: str, saved: BaseSettings, config: BaseSettings, prefix: 
             yield Change(f"{prefix}{key}", before, after, rule, is_refused)
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; items of a list of tables get their index, and an empty table is a value."""
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, dict) or not value:
-        yield prefix, value
-        return
-    for key, item in value.items():
-        yield from _leaves(f"{prefix}.{key}" if prefix else str(key), item)
+def _by_key(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {dotted(path): value for path, value in leaves(table)}
 
 
 def _is_below(key: str, values: Mapping[str, Any]) -> bool:

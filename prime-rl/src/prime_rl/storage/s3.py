@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prime_rl.configs.storage import S3Name, path_fault
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0

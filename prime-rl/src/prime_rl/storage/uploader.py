@@ -16,8 +16,8 @@ from prime_rl.storage.s3 import S3, STOPPED, S3Object, StorageError
 from prime_rl.storage.selection import small_files, step_directories
 from prime_rl.storage.trees import path_below, upload_files
 from prime_rl.utils.contents import STABLE
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import size_text
-from prime_rl.utils.pydantic_config.errors import one_line
 
 LONGEST_PAUSE_S = 300.0
 _LOOK_S, _PAUSE_AT_END_S = 0.1, 5.0

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from prime_rl.configs.storage import S3Name
 from prime_rl.storage.s3 import MISSING, S3, StorageError
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 WRITER = "writer.json"
 BEAT_S = 20.0

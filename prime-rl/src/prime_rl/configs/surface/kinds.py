@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prime_rl.configs.eval import OfflineEvalConfig
@@ -15,6 +15,7 @@ from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config.schema import has_key
 from prime_rl.utils.pydantic_config.suggest import MOST_PLACES
+from prime_rl.utils.tables import leaves
 
 ROOTS: Mapping[str, type[RootConfig]] = {
     root.component: root
@@ -30,7 +31,7 @@ def unknown_counts(keys: Iterable[str]) -> dict[str, int]:
 
 def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | None:
     """What to do with the file `name` with content `data`, if it is a config of something else than `component`."""
-    keys = [key.replace("-", "_") for key in _leaves("", data)]
+    keys = [".".join(str(part) for part in path if isinstance(part, str)).replace("-", "_") for path, _ in leaves(data)]
     # A table named after the command has a hint of its own.
     if component in data or all(has_key(ROOTS[component], [key.split(".")[0]]) for key in keys):
         return None
@@ -46,17 +47,6 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
 
 def _either(words: list[str]) -> str:
     return " or ".join(words)
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[str]:
-    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        for item in value:
-            yield from _leaves(prefix, item)
-    elif isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
-    else:
-        yield prefix
 
 
 def _is_known(kind: str, key: str) -> bool:

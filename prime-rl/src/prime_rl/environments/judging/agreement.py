@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prime_rl.environments.judging.rubric import MAX_TOKENS, Case, RubricFault, RubricJudge, read_cases, score
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 _FAIR = 0.4
 """Below this value of Cohen's kappa, Landis and Koch (1977) call an agreement fair or slight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,3 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 def finite(metrics: Metrics) -> dict[str, float]:
     """The metrics that a sink without NaN and infinities can store."""
     return {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting with its dotted key, as text."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", str(value)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from prime_rl.configs.shared import MlflowConfig
 from prime_rl.monitors.base import Metrics
-from prime_rl.monitors.sinks.described import SinkRun, flattened, numbers
+from prime_rl.monitors.sinks.described import SinkRun, numbers
+from prime_rl.utils.tables import dotted, leaves
 
 _PARAMS_PER_CALL = 100
 _PARAM_CHARS = 500
@@ -49,7 +50,11 @@ class MlflowMonitor:
     def _log_settings(self, run: SinkRun) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_allowed(key), value[:_PARAM_CHARS]) for key, value in flattened(run.config)]
+        params = [
+            Param(_allowed(dotted(path)), str(value)[:_PARAM_CHARS])
+            for path, value in leaves(run.config)
+            if value is not None
+        ]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
 from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
-from prime_rl.utils.pydantic_config.errors import one_line
 
 
 def eval_metrics(

@@ -19,9 +19,9 @@ from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenizer
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.pydantic_config.errors import one_line
 
 ALL = "all"
 """Reason to keep a rollout when all are kept."""

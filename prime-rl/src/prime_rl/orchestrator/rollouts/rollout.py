@@ -11,7 +11,7 @@ import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 
 MAX_REWARD = 1e15
 """The square of a larger one overflows float32, in which the trainer computes."""

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from prime_rl.run.completion import REFUSED_EXIT_CODE
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.pydantic_config.errors import one_line
 
 
 class TrainerError(Exception):

@@ -1,5 +1,6 @@
 """Strict configs from TOML files, environment variables and command-line arguments."""
 
+from prime_rl.utils.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.arguments import parse_unknown_args, to_kebab_case
 from prime_rl.utils.pydantic_config.base import (
     BaseConfig,
@@ -9,7 +10,6 @@ from prime_rl.utils.pydantic_config.base import (
     raise_faults,
 )
 from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
-from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.load import (
     get_unknown_args,
     load_config,

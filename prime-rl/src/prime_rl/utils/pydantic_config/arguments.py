@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from prime_rl.utils.pydantic_config.errors import MAX_FAULTS, ConfigError
+from prime_rl.utils.errors import MAX_FAULTS, ConfigError
 from prime_rl.utils.pydantic_config.layers import Layer, NoSuchItem, merged, set_at
 from prime_rl.utils.pydantic_config.schema import (
-    KeyPath,
     KeySite,
     Section,
     find_key,
@@ -23,6 +22,7 @@ from prime_rl.utils.pydantic_config.schema import (
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.values import NULLS, BadText, parse_text
+from prime_rl.utils.tables import KeyPath
 
 __all__ = [
     "ParsedArguments",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from prime_rl.utils.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config.describe import range_text, value_text
-from prime_rl.utils.pydantic_config.errors import MAX_FAULTS
 from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import (
-    KeyPath,
     Section,
     alternatives,
     find_field,
@@ -28,6 +27,7 @@ from prime_rl.utils.pydantic_config.schema import (
     tag_of,
 )
 from prime_rl.utils.pydantic_config.suggest import advice_for_key, advice_for_renamed, variants_with
+from prime_rl.utils.tables import KeyPath, dotted, leaves
 
 _OUT_OF_RANGE = frozenset(
     {"finite_number", "greater_than", "greater_than_equal", "int_parsing_size", "less_than", "less_than_equal"}
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def key(self) -> str:
-        return _dotted(self.path)
+        return dotted(self.path)
 
 
 def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) -> list[str]:
@@ -70,7 +70,7 @@ def faults_of(root: Section, error: ValidationError, layers: Sequence[Layer]) ->
             for path, advice in unknown_keys(root, place, detail["input"], layers):
                 origin = _origin(path, layers, of_rule=False)
                 what = f"unknown key; {advice}" if advice else "unknown key"
-                complaints.setdefault((origin, _shown_key(_dotted(path), origin)), []).append(what)
+                complaints.setdefault((origin, _shown_key(dotted(path), origin)), []).append(what)
             continue
         what = _complaint(place, detail)
         complaints.setdefault((origin, _shown_key(place.key, origin)), []).append(what)
@@ -128,36 +128,21 @@ def unknown_keys(root: Section, place: Place, value: Any, layers: Sequence[Layer
     if owners := variants_with(place.variants, str(place.path[-1])) if place.tag is not None else []:
         return [(place.path, _advice_for_variant(place, owners, layers))]
     paths: dict[str, list[KeyPath]] = {}
-    for leaf in _leaves(place.path, value):
+    for leaf, _ in leaves(value, place.path):
         paths.setdefault(advice_for_renamed(root, leaf) or "", []).append(leaf)
     if list(paths) == [""]:
         return [(place.path, advice_for_key(root, place.key))]
     named = []
-    for advice, leaves in paths.items():
-        table = _common_start(leaves)
-        shared = any(leaf[: len(table)] == table for others in paths.values() if others != leaves for leaf in others)
-        named += [(path, advice or None) for path in (leaves if shared else [table])]
+    for advice, keys in paths.items():
+        table = _common_start(keys)
+        shared = any(leaf[: len(table)] == table for others in paths.values() if others != keys for leaf in others)
+        named += [(path, advice or None) for path in (keys if shared else [table])]
     return named
-
-
-def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:
-    """Yield the path of each value that is neither a table nor a list of tables."""
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict) or not value:
-        yield path
-        return
-    for key, item in value.items():
-        yield from _leaves((*path, key), item)
 
 
 def _common_start(paths: Sequence[KeyPath]) -> KeyPath:
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return tuple(parts[0] for parts in same)
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(str(part) for part in path)
 
 
 def _is_rule(detail: ErrorDetails) -> bool:
@@ -208,7 +193,7 @@ def _each_item(place: Place) -> str:
         for name, field in section.model_fields.items():
             items = sections_among(list_items(alternatives(field.annotation)) or ())
             if any(find_field(item, str(place.path[-1])) for item in items):
-                inside = _dotted((*place.path[:-1], name))
+                inside = dotted((*place.path[:-1], name))
                 return f"; set {place.path[-1]} in each [[{inside}]] to have one for each"
     return ""
 

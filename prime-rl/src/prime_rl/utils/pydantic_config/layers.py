@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_rl.utils.pydantic_config.errors import ConfigError, ConfigWarning
+from prime_rl.utils.errors import ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.schema import (
-    KeyPath,
     Section,
     find_field,
     named_below,
@@ -20,6 +19,7 @@ from prime_rl.utils.pydantic_config.schema import (
     tag_of,
     union_fields,
 )
+from prime_rl.utils.tables import KeyPath
 
 _ABSENT = object()
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 
+from prime_rl.utils.tables import KeyPath
+
 Section = type[BaseModel]
-KeyPath = tuple[str | int, ...]
 MAX_INDEX_DIGITS = 20
 NAMED = "NAME"
 """Stands in a path for the name that the user gives to a section."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from prime_rl.utils.pydantic_config.schema import (
-    KeyPath,
     Section,
     find_field,
     find_key,
@@ -19,6 +18,7 @@ from prime_rl.utils.pydantic_config.schema import (
     tag_of,
     walk_fields,
 )
+from prime_rl.utils.tables import KeyPath
 
 MOST_PLACES = 2
 """Most sections to suggest. If more of them have the name, it does not say which one was meant."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from prime_rl.utils.pydantic_config.errors import ConfigError
+from prime_rl.utils.errors import ConfigError
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
 from prime_rl.utils.pydantic_config.raw import data_fault
 from prime_rl.utils.pydantic_config.schema import Section, is_boolean_flag

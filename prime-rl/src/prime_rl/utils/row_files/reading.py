@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from prime_rl.utils.pydantic_config.errors import one_line
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.row_files.kinds import COMPRESSIONS, kind_of
 
 if TYPE_CHECKING:
