@@ -12,11 +12,10 @@ import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.eval.report import Row, print_table
-from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.results import Key, Result, ResultsFile, Row, print_table
 from prime_rl.eval.run import other_template
-from prime_rl.orchestrator.evaluation.scores import unscored_line
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.scores import unscored_line
 from prime_rl.run.evaluations import (
     Candidate,
     Following,

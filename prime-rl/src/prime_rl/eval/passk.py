@@ -17,7 +17,7 @@ from prime_rl.environments.rows.curricula import PassRate, write_order, write_pa
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.history.kept_rollout import KeptRollout
 from prime_rl.history.rollouts import KeptRollouts
-from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k
+from prime_rl.orchestrator.scores import pass_at_k
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import count_of
 

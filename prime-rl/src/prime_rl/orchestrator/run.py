@@ -22,8 +22,7 @@ from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
-from prime_rl.orchestrator.batches.batch import BatchTarget
-from prime_rl.orchestrator.batches.filters import setup_filters
+from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
@@ -31,8 +30,8 @@ from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed
 from prime_rl.orchestrator.env_servers.failures import failure_metrics
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.env_servers.processes import EnvServers
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
-from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -40,9 +39,8 @@ from prime_rl.orchestrator.reports.sessions import traced_ledger
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
-from prime_rl.orchestrator.servers.direct_weights import DirectWeights
 from prime_rl.orchestrator.servers.elastic import inference_pool
-from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.orchestrator.servers.policy import AsyncLimits, DirectWeights, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import Ending, StopSignals
@@ -175,7 +173,7 @@ async def _run(
             free_servers=pool.free_memory if config.servers_sleep else None,
             pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
-        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.lag.measure()]
+        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.loop_delay.measure()]
         await _run_steps(steps, progress, background)
         if direct is not None:
             direct.close()
@@ -333,7 +331,7 @@ class Environments:
 
 
 async def ready_teacher(config: OrchestratorConfig, run: RunPaths, closing: AsyncExitStack) -> Teacher | None:
-    """The teacher, once it has scored a token. None in a run without one. Raises TeacherFault."""
+    """The teacher, once it has scored a token. None in a run without one. Raises OrchestratorError."""
     if config.teacher_model is None:
         return None
     teacher = Teacher(config.teacher_model)
@@ -386,9 +384,13 @@ def make_evaluator(
     if config.eval is None:
         return None
     pairs = zip(config.eval.env, environments.values(), strict=True)
+    try:
+        sets = [EvalSet.from_config(each, environment, config.eval) for each, environment in pairs]
+    except EnvironmentFault as error:
+        raise EnvironmentFault(f"orchestrator.eval.env: {error}") from error
     return Evaluator(
         config=config.eval,
-        sets=[EvalSet.from_config(each, config.eval, environment) for each, environment in pairs],
+        sets=sets,
         schedule=EvalSchedule.from_config(config.eval, policy.version),
         policy=policy,
         pool=pool,

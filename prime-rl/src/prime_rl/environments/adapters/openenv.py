@@ -298,20 +298,14 @@ class ActionParser:
         """The action; a string if there is none, with the reason."""
         if self._field is not None:
             value = self._value(answer)
-            return (
-                "This is no action: a number is needed."
-                if value is None
-                else {**self._constant, self._field: value}
-            )
+            return "This is no action: a number is needed." if value is None else {**self._constant, self._field: value}
         start, end = answer.find("{"), answer.rfind("}")
         try:
             found = json.loads(answer[start : end + 1])
         except (ValueError, RecursionError):
             return "This is no action: answer with one JSON object."
         return (
-            {**found, **self._constant}
-            if isinstance(found, dict)
-            else "This is no action: answer with a JSON object."
+            {**found, **self._constant} if isinstance(found, dict) else "This is no action: answer with a JSON object."
         )
 
     def _value(self, answer: str) -> Any:

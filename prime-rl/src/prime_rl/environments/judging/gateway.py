@@ -2,25 +2,35 @@
 
 It runs in a thread with its own event loop, so it answers even if code of an environment blocks this process's loop.
 `http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key; the keys of the
-judges stay here.
+judges stay here. `offered` tells environments the URLs and the key by two environment variables, which child processes
+inherit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.environments.judging.judge import CallFailed, CallRefused, Judge, JudgeCache, JudgeLost, JudgeServer
+from prime_rl.environments.judging.judge import (
+    CallFailed,
+    CallRefused,
+    Counters,
+    Judge,
+    JudgeCache,
+    JudgeLost,
+    JudgeServer,
+)
 from prime_rl.utils.engine_keys import is_bearer
 
 HOST = "127.0.0.1"
@@ -29,6 +39,10 @@ CLOSE_S = 1.0
 T = TypeVar("T")
 _NO_RETRY = {"x-should-retry": "false"}
 """Stops the `openai` package from repeating requests after a 5xx: the gateway has already retried."""
+JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
+"""JSON with `base_url`, `model` and `sampling` of each judge, by name. Environments of any interpreter read it."""
+JUDGE_KEY_VARIABLE = "ENVIRONMENT_JUDGE_KEY"
+"""The key of the gateway: `judge_api_key_var` of environments."""
 
 
 class JudgeGateway:
@@ -79,9 +93,14 @@ class JudgeGateway:
         """Metrics since the last call of this method."""
 
         async def take() -> dict[str, float]:
-            return {name: value for judge in self.judges.values() for name, value in _taken(judge).items()}
+            metrics: dict[str, float] = {}
+            for judge in self.judges.values():
+                prices = judge.config.prompt_price, judge.config.completion_price
+                metrics |= judge.step.metrics(f"judge/{judge.server.name}", *prices)
+                judge.step = Counters()
+            return metrics
 
-        return self._run(take())
+        return self._run(take())  # on the gateway's loop, which counts
 
     async def _warm(self) -> None:
         await asyncio.gather(*(self._warm_one(name, judge) for name, judge in self.judges.items()))
@@ -159,14 +178,45 @@ async def _answered(judge: Judge, body: dict[str, Any]) -> web.Response:
         return _error(503, str(error))
 
 
-def _taken(judge: Judge) -> dict[str, float]:
-    prices = (judge.config.prompt_price, judge.config.completion_price)
-    metrics = judge.step.metrics(f"judge/{judge.server.name}", *prices)
-    judge.step = type(judge.step)()
-    return metrics
-
-
 def _error(status: int, message: str) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "code": None}}
     return web.json_response(body, status=status, headers=_NO_RETRY)
+
+
+@contextmanager
+def offered(
+    judges: Mapping[str, JudgeConfig],
+    base_urls: Mapping[str, str],
+    key: str,
+    environ: MutableMapping[str, str] = os.environ,
+) -> Iterator[None]:
+    """Offer judges to the environments that this process loads in the block, and to those of its children."""
+    if not judges:
+        yield
+        return
+    shown = {
+        name: {"base_url": base_urls[name], "model": judge.model, "sampling": judge.sampling}
+        for name, judge in judges.items()
+    }
+    added = {JUDGES_VARIABLE: json.dumps(shown), JUDGE_KEY_VARIABLE: key}
+    # The gateway is on this machine: a proxy could not reach it.
+    added |= {name: ",".join(filter(None, (environ.get(name), HOST))) for name in ("NO_PROXY", "no_proxy")}
+    before = {name: environ.get(name) for name in added}
+    environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
+
+
+@contextmanager
+def offered_in_a_trial(judges: Mapping[str, JudgeConfig]) -> Iterator[None]:
+    """Offer judges that do not answer, to environments that are loaded but not run."""
+    nowhere = {name: f"http://{HOST}:9/{name}/v1" for name in judges}
+    with offered(judges, nowhere, "no-key-in-a-trial"):
+        yield

@@ -25,7 +25,7 @@ from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
-from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.utils.engine_keys import published_key
 from prime_rl.utils.logger import count_of, get_logger
 

@@ -45,7 +45,7 @@ from prime_rl.orchestrator.rollouts.rollout import (
     check_trainable,
     read_rollout,
 )
-from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint

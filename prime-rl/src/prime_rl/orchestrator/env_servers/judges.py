@@ -10,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 from prime_rl.configs.rollouts.frozen import judge_process_name
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.environments.judging.gateway import JudgeGateway
+from prime_rl.environments.judging.gateway import JudgeGateway, offered
 from prime_rl.environments.judging.judge import JudgeCache, JudgeLost, JudgeServer
-from prime_rl.environments.judging.offer import offered
 from prime_rl.orchestrator.errors import JudgeFault
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths

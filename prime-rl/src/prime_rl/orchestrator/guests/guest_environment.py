@@ -28,7 +28,7 @@ from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, has_image
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
-from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.utils.logger import get_logger
 
 ROWS_AT_ONCE = 256

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_rl.orchestrator.batches.batch import Batch
-from prime_rl.orchestrator.batches.filters import Filter
+from prime_rl.orchestrator.batches.batch import Batch, Filter
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.transport.messages import TrainingSample
+
+DELAY_INTERVAL_S = 0.25
 
 
 @dataclass(slots=True)
@@ -171,28 +174,57 @@ def status_metrics(groups: Sequence[Group], status: StepStatus) -> dict[str, flo
         "batch/off_policy_level/max": max(levels),
         "batch/off_policy_level/mean": statistics.fmean(levels),
         "batch/off_policy_level/min": min(levels),
-        **lag_metrics(groups, status.step),
+        **staleness_metrics(groups, status.step),
         "sampling/temperature": status.temperature,
     }
 
 
-def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """`batch/lag/*` over rollouts, and `batch/token_lag/*` over the tokens that are trained on, in steps.
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Staleness in steps: `batch/lag/*` of rollouts, and `batch/token_lag/*` of the tokens that are trained on.
 
-    The lag of a token is the step that trains on it minus the policy version that sampled it. The lag of a rollout is
-    that of its oldest token.
+    The staleness of a token is the step that trains on it minus the policy version that sampled it; a rollout's is that
+    of its oldest token.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lags = [step - rollout.version for rollout in rollouts]
+    staleness = [step - rollout.version for rollout in rollouts]
     tokens: Counter[int] = Counter()
     for rollout in rollouts:
         if rollout.trains:
             tokens += rollout.trace.trainable_by_version(rollout.version)
-    metrics = {"batch/lag/mean": statistics.fmean(lags), "batch/lag/max": max(lags)}
+    metrics = {"batch/lag/mean": statistics.fmean(staleness), "batch/lag/max": max(staleness)}
     if tokens:
-        lag_sum = sum((step - version) * count for version, count in tokens.items())
-        metrics |= {"batch/token_lag/mean": lag_sum / tokens.total(), "batch/token_lag/max": step - min(tokens)}
+        total = sum((step - version) * count for version, count in tokens.items())
+        metrics |= {"batch/token_lag/mean": total / tokens.total(), "batch/token_lag/max": step - min(tokens)}
     return metrics
+
+
+class LoopDelay:
+    """Measures how late the event loop is. Slow synchronous reward functions block it, and the servers then idle.
+
+    Sleeps repeatedly and records how much longer than asked each sleep takes."""
+
+    def __init__(self) -> None:
+        self._delays_s: list[float] = []
+
+    async def measure(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(DELAY_INTERVAL_S)
+            self._delays_s.append(time.perf_counter() - started - DELAY_INTERVAL_S)
+
+    def take_metrics(self) -> dict[str, float]:
+        """`event_loop_lag/*` since the last call, in seconds; empty if there was no measurement."""
+        delays_s, self._delays_s = sorted(self._delays_s), []
+        if not delays_s:
+            return {}
+        return {
+            "event_loop_lag/min": delays_s[0],
+            "event_loop_lag/mean": statistics.fmean(delays_s),
+            "event_loop_lag/med": statistics.median(delays_s),
+            "event_loop_lag/p90": delays_s[int(0.9 * (len(delays_s) - 1))],
+            "event_loop_lag/max": delays_s[-1],
+        }
 
 
 def log_line(step: int, metrics: dict[str, float]) -> str:

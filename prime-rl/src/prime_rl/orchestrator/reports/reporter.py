@@ -14,8 +14,7 @@ from prime_rl.monitors.bench import BenchTable
 from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
-from prime_rl.orchestrator.batches.batch import Batch
-from prime_rl.orchestrator.batches.filters import Filter
+from prime_rl.orchestrator.batches.batch import Batch, Filter
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.reports.metrics import (
     StepStatus,
