@@ -12,9 +12,11 @@ from gymnasium import spaces
 
 from prime_rl.environments.adapters.turns import GameFault, Turn, finite
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import one_line
 
 _HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*(?:7|4[0-7]|10[0-7])m(.*?)\x1b\[0?m", re.DOTALL)
 """Text on a coloured background, which marks the position of the player. Shown to the model in brackets."""
+_MAX_ERROR_CHARS = 300
 _WHAT_IS_TEXT = "wrap the environment so that it is text, and register the wrapped one"
 
 
@@ -48,7 +50,7 @@ class GymnasiumGame:
         try:
             self._env = gymnasium.make(spec, **settings["config"], **shown)
         except (gymnasium.error.Error, ImportError, TypeError, ValueError, AssertionError, KeyError) as error:
-            raise GameFault(f"{self._title} cannot be made: {_one_line(error)}") from error
+            raise GameFault(f"{self._title} cannot be made: {one_line(error, _MAX_ERROR_CHARS)}") from error
         self._actions = _action_names(self._env.action_space, settings["actions"], self._title)
         self._observations: Sequence[str] = settings["observations"]
         self._renders = settings["show_render"]
@@ -154,7 +156,3 @@ def _limits(space: Any) -> str:
 
 def _named(space: Any) -> str:
     return type(space).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

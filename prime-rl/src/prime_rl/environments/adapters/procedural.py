@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import UserError
 
 
 def reasoning_gym_score(completion_text: str, gym_task: str, config: str, entry: str) -> float:
@@ -38,15 +39,11 @@ def _dataset(task: str, config: str) -> Any:
     return reasoning_gym.create_dataset(task, **json.loads(config))
 
 
-class TaskFault(Exception):
-    """The user's mistake: a task cannot be used. One line."""
-
-
 def rows_of(config: Mapping[str, Any], size: int, seed: int) -> list[dict[str, str]]:
     """Make rows of all tasks, drawn by weight.
 
     Raises:
-        TaskFault: a task does not exist, or refuses its settings.
+        UserError: a task does not exist, or refuses its settings.
     """
     tasks = config["datasets"] or [{"name": config["task"], "weight": 1.0, "config": config["config"]}]
     settings = [json.dumps({**task["config"], "seed": seed, "size": size}, sort_keys=True) for task in tasks]
@@ -61,7 +58,7 @@ def rows_of(config: Mapping[str, Any], size: int, seed: int) -> list[dict[str, s
         counts[which] += 1
         text = repr(entry)
         if ast.literal_eval(text) != entry:
-            raise TaskFault(f"the task {tasks[which]['name']!r} makes rows that cannot be kept as text")
+            raise UserError(f"the task {tasks[which]['name']!r} makes rows that cannot be kept as text")
         row = {"question": str(entry["question"]), "answer": str(entry["answer"]), "entry": text}
         rows.append({"gym_task": tasks[which]["name"], "config": settings[which], **row})
     return rows
@@ -72,11 +69,11 @@ def _checked(task: str, config: str) -> Any:
 
     if task not in DATASETS:
         near = get_close_matches(task, list(DATASETS), 1)
-        raise TaskFault(f"no task {task!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise UserError(f"no task {task!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
         return _dataset(task, config)
     except (AssertionError, TypeError, ValueError) as error:
-        raise TaskFault(f"the task {task!r} refuses its config: {error}") from error
+        raise UserError(f"the task {task!r} refuses its config: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -101,7 +98,7 @@ def main() -> int:
             train = rows_of(config, config["size"], config["seed"])
             known = {row["question"] for row in train}
             held_out = rows_of(config, config["eval_size"], config["eval_seed"]) if config["eval_size"] else []
-        except (TaskFault, ValueError, SyntaxError) as error:
+        except (UserError, ValueError, SyntaxError) as error:
             sys.stderr.write(f"{error}\n")
             return 1
     held_out = [row for row in held_out if row["question"] not in known]

@@ -21,13 +21,10 @@ from prime_rl.environments.adapters.options import read_reasoning_gym_config
 from prime_rl.environments.builtin import missing_package
 from prime_rl.environments.rewards.building import build
 from prime_rl.environments.rows.loading import content_id
+from prime_rl.utils.errors import UserError
 
 _WORKER = "prime_rl.environments.adapters.procedural"
 _MAX_ERROR_CHARACTERS = 500
-
-
-class AdapterFault(Exception):
-    """The user's mistake: the tasks cannot be used. One line."""
 
 
 def load_environment(**args: Any) -> vf.Environment:
@@ -35,11 +32,11 @@ def load_environment(**args: Any) -> vf.Environment:
 
     Raises:
         ConfigError: the arguments have faults.
-        AdapterFault: the package is missing, or cannot make the rows.
+        UserError: the package is missing, or cannot make the rows.
     """
     config = read_reasoning_gym_config(args)
     if (fault := missing_package(__name__)) is not None:
-        raise AdapterFault(fault)
+        raise UserError(fault)
     made = _made(config.model_dump(mode="json"))
     system = made["system_prompt"] if config.system_prompt is None else config.system_prompt
     return vf.SingleTurnEnv(
@@ -61,7 +58,7 @@ def _made(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
-        raise AdapterFault(f"reasoning-gym makes no rows: {last[:_MAX_ERROR_CHARACTERS]}")
+        raise UserError(f"reasoning-gym makes no rows: {last[:_MAX_ERROR_CHARACTERS]}")
     made: dict[str, Any] = json.loads(done.stdout)
     return made
 

@@ -19,6 +19,7 @@ from textarena.envs.registration import ENV_REGISTRY
 from prime_rl.environments.adapters.turns import GameError, GameFault, Turn, finite
 from prime_rl.environments.agents.targets import BadTarget, resolve
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import one_line
 
 _LIST = re.compile(
     r"(?:available|valid|legal|possible|allowed|remaining)\s+(?:\w+\s+)?(?:moves?|actions?|cells?|squares?)[^\[\n]*"
@@ -28,6 +29,7 @@ _LIST = re.compile(
 _MOVE = re.compile(r"\[[^\]\n]+\]")
 nltk.download = lambda *args, **kwargs: False  # games load word lists from the network when they are made
 SELF = "self"
+_MAX_ERROR_CHARS = 300
 _MOST_PLAYERS = 15
 _RAISED = (
     ImportError,
@@ -59,7 +61,7 @@ def _made(game: str, config: str) -> Any:
     except LookupError as error:
         raise GameFault(f"{game} cannot be made: {_lookup(error)}") from error
     except _RAISED as error:
-        raise GameFault(f"{game} cannot be made: {_one_line(error)}") from error
+        raise GameFault(f"{game} cannot be made: {one_line(error, _MAX_ERROR_CHARS)}") from error
 
 
 class TextArenaGame:
@@ -210,8 +212,4 @@ def _lookup(error: LookupError) -> str:
     if "nltk" in words:
         name = next((word.strip("'.") for word in words if word.startswith("'")), "popular")
         return f"it needs NLTK's data {name!r}: run `uv run python -m nltk.downloader {name}`"
-    return _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return one_line(error, _MAX_ERROR_CHARS)

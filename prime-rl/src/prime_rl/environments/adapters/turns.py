@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from prime_rl.utils.errors import RunError, UserError
+
 START_COLUMN = "start"
 """Column that names the start of a row's game (seed, seat). Two rows with equal prompts may start different games."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -18,11 +20,11 @@ _MAX_READ_FACTOR = 4
 """A text is cut to this multiple of its limit before terminal sequences are removed, to bound the work."""
 
 
-class GameFault(Exception):
+class GameFault(UserError):
     """The user's mistake: a game cannot be used as configured. One line."""
 
 
-class GameError(Exception):
+class GameError(RunError):
     """A rollout's failure: a game failed, took too long, or its process or server is gone. One line."""
 
 

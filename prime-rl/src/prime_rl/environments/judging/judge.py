@@ -21,6 +21,7 @@ import aiohttp
 
 from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.utils.engine_keys import is_loopback
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.machine.open_files import allow_connections
 from prime_rl.utils.waiting import Wait
@@ -36,15 +37,15 @@ MAX_ANSWER_BYTES = 16 << 20
 _SHOWN_CHARS = 300
 
 
-class JudgeLost(Exception):
+class JudgeLost(RunError):
     """The run's failure: a judge cannot be used any more. The run ends with this message."""
 
 
-class CallFailed(Exception):
+class CallFailed(RunError):
     """One call failed, after its retries."""
 
 
-class CallRefused(Exception):
+class CallRefused(RunError):
     """The judge's server refuses this request, for example because the prompt is too long."""
 
     def __init__(self, status: int, message: str) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import verifiers as vf
 
 from prime_rl.environments.rewards.text import text_of, without_thinking
+from prime_rl.utils.errors import UserError
 
 PROMPT = """A doctor checks an answer to a patient.
 
@@ -106,7 +107,7 @@ def _plain(messages: Any) -> list[dict[str, str]]:
 # The rubric of HealthBench, and the judge that applies it.
 
 
-class RubricFault(ValueError):
+class RubricFault(UserError, ValueError):
     """The user's mistake: a file of cases cannot be used."""
 
 

@@ -8,21 +8,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from prime_rl.environments.rewards.registry import RewardFault
+
 AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
 """AReaL's four positional arguments, in order. Every column of the row follows as a keyword."""
 HERE_ONLY = ("parser", "client", "judge")
 """Arguments that cannot be sent to a worker. A function that takes one runs in the caller's process."""
 
 
-class BadFunction(Exception):
-    """There is no such function, or it cannot be called with the arguments at hand."""
-
-
 def load(path: str, warm: bool = False) -> Callable[..., Any]:
     """Import the function at `module:function`. `warm` also calls `warm_up()` of its module, if it has one.
 
     Raises:
-        BadFunction: it does not import, or is not a function.
+        RewardFault: it does not import, or is not a function.
     """
     module_name, _, name = path.rpartition(":")
     try:
@@ -31,11 +29,11 @@ def load(path: str, warm: bool = False) -> Callable[..., Any]:
         if warm and hasattr(module, "warm_up"):
             module.warm_up()
     except AttributeError:
-        raise BadFunction(f"module {module_name!r} has no {name!r}") from None
+        raise RewardFault(f"module {module_name!r} has no {name!r}") from None
     except (Exception, SystemExit) as error:
-        raise BadFunction(f"{module_name!r} does not import: {type(error).__name__}: {error}") from error
+        raise RewardFault(f"{module_name!r} does not import: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise BadFunction(f"{path!r} is a {type(function).__name__}, not a function")
+        raise RewardFault(f"{path!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -43,12 +41,12 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     """Describe a function to the pool: whether it is async, and the names of its parameters.
 
     Raises:
-        BadFunction: its signature cannot be read.
+        RewardFault: its signature cannot be read.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise BadFunction(f"its signature cannot be read: {error}") from error
+        raise RewardFault(f"its signature cannot be read: {error}") from error
     call = getattr(function, "__call__", None)  # noqa: B004 - an object's own `async def __call__`
     return {
         "is_async": inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
@@ -63,7 +61,7 @@ def arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[l
     (`prompt_text`, `completion_text`, `prompt_ids`, `completion_ids`), the columns (`row`) and the spec's `args`.
 
     Raises:
-        BadFunction: a parameter without a default has no value.
+        RewardFault: a parameter without a default has no value.
     """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
@@ -92,7 +90,7 @@ def arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[l
     ]
     if missing:
         columns = ", ".join(map(repr, sorted(row))) or "no columns"
-        raise BadFunction(f"it needs {', '.join(map(repr, missing))}, and the row has {columns}")
+        raise RewardFault(f"it needs {', '.join(map(repr, missing))}, and the row has {columns}")
     positional = [values.pop(name) for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
     return positional, values
 
@@ -107,12 +105,12 @@ def checked(value: Any) -> float:
     """Return the value of a reward function as a number.
 
     Raises:
-        BadFunction: the value is not a number, or not finite.
+        RewardFault: the value is not a number, or not finite.
     """
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise BadFunction(f"it returned {str(value)[:100]!r} ({type(value).__name__}) instead of a number") from None
+        raise RewardFault(f"it returned {str(value)[:100]!r} ({type(value).__name__}) instead of a number") from None
     if not math.isfinite(number):
-        raise BadFunction(f"it returned {number}")
+        raise RewardFault(f"it returned {number}")
     return number

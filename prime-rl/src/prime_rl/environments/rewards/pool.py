@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import get_logger
 
 START_LIMIT_S = 300.0
@@ -24,7 +25,7 @@ PIPE_BYTES = 2**16
 """Capacity of a pipe. A frame of up to this size is written at once, even if the worker does not read."""
 
 
-class RewardError(Exception):
+class RewardError(RunError):
     """A reward function raised, returned no finite number, or ended its process."""
 
 

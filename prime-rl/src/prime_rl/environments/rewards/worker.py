@@ -12,12 +12,14 @@ import sys
 import traceback
 from typing import Any
 
-from prime_rl.environments.rewards.calling import BadFunction, arguments, checked, describe, load
+from prime_rl.environments.rewards.calling import arguments, checked, describe, load
+from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
+from prime_rl.utils.errors import one_line
 
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
-MAX_TRACEBACK_CHARS = 4000
+MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS = 500, 4000
 
 
 def main() -> None:
@@ -47,18 +49,10 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
             return {"described": {**describe(function), "note": note(request["args"]) if note is not None else ""}}
         positional, keywords = arguments(function, request["given"])
         return {"value": checked(function(*positional, **keywords))}
-    except BadFunction as error:
-        return {"error": str(error), "traceback": ""}
-    except KeyboardInterrupt as error:
-        return {"error": f"{type(error).__name__}", "traceback": ""}
-    except SystemExit as error:
-        return {"error": f"it called sys.exit({error.code!r})", "traceback": ""}
+    except (RewardFault, SystemExit, KeyboardInterrupt) as error:  # the message is enough
+        return {"error": one_line(error, MAX_ERROR_CHARS), "traceback": ""}
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-        return {"error": _one_line(error), "traceback": traceback.format_exc()[-MAX_TRACEBACK_CHARS:]}
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        return {"error": one_line(error, MAX_ERROR_CHARS), "traceback": traceback.format_exc()[-MAX_TRACEBACK_CHARS:]}
 
 
 if __name__ == "__main__":

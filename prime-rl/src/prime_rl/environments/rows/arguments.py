@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.ranges import Count, Fraction, Seed, WholeNumber
 from prime_rl.environments.rewards.registry import Reward
-from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, UnknownFormat, find_format
+from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, find_format
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, raise_faults
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.layers import Layer
@@ -112,7 +112,7 @@ class DatasetConfig(BaseConfig):
             return
         try:
             found = find_format(self.type, self.path)
-        except UnknownFormat as error:
+        except ValueError as error:
             yield f"type: {error}"
             return
         if self.path is None and not found.makes_rows:

@@ -28,10 +28,6 @@ _QUESTIONS = ("question", "prompt", "problem", "messages", "instruction", "input
 _ANSWERS = ("answer", "solution", "ground_truth", "label", "target", "output", "completion")
 
 
-class UnknownFormat(ValueError):
-    """No format has this name."""
-
-
 class MissingColumn(ValueError):
     """A row lacks what its format needs. The message is one line."""
 
@@ -188,7 +184,7 @@ def find_format(kind: str | None, path: str | None) -> Format:
     """Find the format that `type` names; without one, and for AReaL's `rl`, the first whose name is part of the path.
 
     Raises:
-        UnknownFormat: there is no such format.
+        ValueError: there is no such format.
     """
     if kind is not None and kind != "rl":
         wanted = kind.replace("-", "_").lower()
@@ -197,15 +193,13 @@ def find_format(kind: str | None, path: str | None) -> Format:
                 return each
         near = get_close_matches(wanted, format_names(), 1)
         advice = f"did you mean {near[0]!r}? Known" if near else "known"
-        raise UnknownFormat(f"unknown format {kind!r}; {advice} are {', '.join(format_names())}, and rl")
+        raise ValueError(f"unknown format {kind!r}; {advice} are {', '.join(format_names())}, and rl")
     name = f"_{words(path or '')}_"
     for each in FORMATS:
         if any(f"_{words(alias)}_" in name for alias in (each.name, *each.aliases) if each.name != "jsonl"):
             return each
     if kind == "rl":
-        raise UnknownFormat(
-            f"type = 'rl' needs a path with one of {', '.join(format_names())}; or name one as the type"
-        )
+        raise ValueError(f"type = 'rl' needs a path with one of {', '.join(format_names())}; or name one as the type")
     return FORMATS[-1]
 
 

@@ -12,14 +12,14 @@ from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.environments.rows.formats import Row
 from prime_rl.storage.cache import Listing, cache_root, local_copy
 from prime_rl.storage.s3 import S3, StorageError
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import UserError, one_line
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.row_files.kinds import KNOWN_KINDS, files_of_split, is_saved, kind_of
 from prime_rl.utils.row_files.reading import RowFileError, stream_file
 
 
-class RowsFault(Exception):
+class RowsFault(UserError):
     """The user's mistake: a dataset cannot be used as configured. One line that begins with the dataset's name."""
 
     def __init__(self, message: str) -> None:

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prime_rl.utils.errors import UserError
+
 LayerName = Literal["bubblewrap", "namespaces", "seccomp", "docker", "podman"]
 AUTOMATIC: tuple[LayerName, ...] = ("bubblewrap", "namespaces", "seccomp")
 """Order in which `auto` tries layers. Containers are used only if the user asks for one."""
@@ -22,7 +24,7 @@ _SYSTEM = ("/lib", "/lib64", "/bin")
 DEVICES = ("/dev/null", "/dev/urandom", "/dev/zero")
 
 
-class SandboxFault(Exception):
+class SandboxFault(UserError):
     """The user's mistake: programs cannot be confined on this machine, or not by the chosen layer."""
 
 

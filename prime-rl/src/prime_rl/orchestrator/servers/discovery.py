@@ -11,12 +11,14 @@ from typing import Any, Protocol
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from prime_rl.utils.errors import RunError
+
 LOOKUPS_AT_ONCE = 4
 NO_SUCH_NAME = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 """Errors that are answers: the name does not exist, or has no address. A service without a ready pod gives either."""
 
 
-class LookupFault(Exception):
+class LookupFault(RunError):
     """No name server answered, so nothing is known about the name."""
 
 

@@ -161,10 +161,6 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _PR_SET_SECCOMP, _FILTER_MODE = 22, 2
 
 
-class Unsupported(Exception):
-    """The kernel has no seccomp, or there is no table for this architecture."""
-
-
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
 
@@ -175,9 +171,9 @@ def _low(index: int) -> int:
 
 
 def program(architecture: str, own_pid: int) -> bytes:
-    """Assemble the filter as BPF. Raises Unsupported for other architectures."""
+    """Assemble the filter as BPF. Raises OSError for other architectures."""
     if architecture not in ARCHITECTURES:
-        raise Unsupported(f"no table of system calls for {architecture}")
+        raise OSError(f"no table of system calls for {architecture}")
     audit, column = ARCHITECTURES[architecture]
     allow, deny = _step(_RETURN, _ALLOW), _step(_RETURN, _FAIL | errno.EPERM)
     absent = _step(_RETURN, _FAIL | errno.ENOSYS)
@@ -211,13 +207,13 @@ def forbid_system_calls() -> bool:
     """Install the filter, for good. Returns whether this machine can do this."""
     try:
         _install_filter()
-    except Unsupported:
+    except OSError:
         return False
     return True
 
 
 def _install_filter() -> None:
-    """Raises Unsupported."""
+    """Raises OSError: the kernel has no seccomp, or there is no table for this architecture."""
     code = program(platform.machine(), os.getpid())
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -228,6 +224,6 @@ def _install_filter() -> None:
     filter_ = Filter(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     zero = ctypes.c_ulong(0)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero):
-        raise Unsupported(os.strerror(ctypes.get_errno()))
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     if libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_FILTER_MODE), ctypes.byref(filter_), zero, zero):
-        raise Unsupported(os.strerror(ctypes.get_errno()))
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
