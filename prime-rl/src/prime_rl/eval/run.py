@@ -1,4 +1,4 @@
-"""Evaluates each candidate: loads its weights, makes missing rollouts, scores all rollouts."""
+"""Evaluates candidates (a base model, checkpoints): loads weights, makes missing rollouts, scores all rollouts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SOURCE = "eval"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An environment that stores its one rollout as soon as it succeeds."""
+    """Wraps an environment to store its rollout as soon as it succeeds."""
 
     environment: Environment
     key: Key
@@ -386,7 +386,7 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
-    # An evaluation that finds results of its own adds to them.
+    # A second start appends to the metrics of the first.
     jsonl = JsonlMonitor(paths.metrics, SOURCE)
     if trainer_completion() is not None:
         return jsonl  # the trainer sends what it finds there
@@ -396,7 +396,7 @@ def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
 
 
 def _send_the_rest(config: OfflineEvalConfig, paths: RunPaths) -> None:
-    """Send to the sinks of a training that has ended what it has not sent."""
+    """Send to the sinks what a training that has ended did not send any more."""
     relay = Relay.of(paths, resumes=True)
     rest = []
     while (metrics := relay.take()) is not None:

@@ -40,7 +40,7 @@ class Progress:
     total_samples: int = 0
     total_problems: int = 0
     ledger_bytes: int | None = None
-    """Size of the ledger at the checkpoint. None in those of older versions, which have no ledger."""
+    """Size of the ledger at the checkpoint. None in checkpoints of older versions, which have no ledger."""
 
     def advance(self, tokens: int, samples: int, problems: int) -> None:
         self.step += 1
@@ -105,7 +105,7 @@ class Checkpoints:
         reached; `newest` is the step saved last.
         """
         steps = stable_steps(self.paths.checkpoints)
-        # First those that are being written: one that is complete a moment later is then found under its final name.
+        # Partial directories first: one that is completed meanwhile is then found below, under its final name.
         kept = {step for step in steps if scratch_of(self.run.checkpoint(step)).is_dir()}
         kept |= {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
         for step in steps:
@@ -161,8 +161,8 @@ def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
     """Delete batches of `start_step` and later, and the broadcasts and checkpoints that follow them.
 
     Call it before anything else: the trainer must not read an old batch, nor the orchestrator an old broadcast. A
-    checkpoint stays if the trainer has saved its step, too. Without this, the next resume could combine a checkpoint of
-    the earlier attempt with one that the trainer saves in this attempt, after other batches.
+    checkpoint stays if the trainer has saved its step, too. Without this, the next resume could combine a checkpoint
+    of the earlier attempt with one that the trainer saves in this attempt, after other batches.
     """
     saved = set(stable_steps(RunPaths.from_orchestrator_dir(run.root).checkpoints))
     for parent, first, kept in (

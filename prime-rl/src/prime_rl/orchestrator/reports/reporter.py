@@ -93,7 +93,9 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
     if config.bench:
         monitors.append(BenchTable({"time/step": "Step time (s)", "perf/throughput": "Throughput (tokens/s)"}))
     resumes = config.ckpt is not None and config.ckpt.resume_step is not None
-    sinks = open_sinks(config.wandb, config.monitor, SinkRun("orchestrator", run, _plain(config), resumes), paths.root)
+    sinks = open_sinks(
+        config.wandb, config.monitor, SinkRun("orchestrator", run, config.model_dump(mode="json"), resumes), paths.root
+    )
     monitors.append(sinks)
     if config.wandb is not None and config.wandb.log_extras is not None and sinks.wandb is not None:
         extras = Extras(sinks.wandb, config.wandb.log_extras)
@@ -101,13 +103,9 @@ def setup_monitor(config: OrchestratorConfig, run: RunPaths, paths: Orchestrator
 
 
 def sample_interval(config: OrchestratorConfig) -> int:
-    """Steps between two samples in the log, which stays on this machine. With W&B, `wandb.log_extras` sets it."""
+    """Steps between two samples in the log. With W&B, `wandb.log_extras` sets it."""
     extras = None if config.wandb is None else config.wandb.log_extras
     return SAMPLE_INTERVAL if extras is None else extras.interval
-
-
-def _plain(config: OrchestratorConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
 
 
 COLUMNS = ("step", "task", "example_id", "messages", "input_ids", "reward")
