@@ -158,12 +158,10 @@ class ResultsFile:
 
 
 def _line(result: Result) -> bytes:
-    return (json.dumps(asdict(result), ensure_ascii=False, default=_plain) + "\n").encode()
+    def plain(message: Any) -> Any:  # messages may be Pydantic models
+        return message.model_dump() if hasattr(message, "model_dump") else str(message)
 
-
-def _plain(value: Any) -> Any:
-    """Convert a message that is a Pydantic model."""
-    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+    return (json.dumps(asdict(result), ensure_ascii=False, default=plain) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class TaskConfig(BaseConfig):
     """Name of the task in reasoning-gym, such as `chain_sum`."""
 
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """How often a row is of this task, relative to the others."""
+    """Relative frequency of rows of this task."""
 
     config: dict[str, Any] = Field({})
     """The task's own settings, such as `{ min_terms = 2, max_terms = 3 }`."""

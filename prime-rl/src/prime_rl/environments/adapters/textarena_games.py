@@ -99,7 +99,7 @@ class TextArenaGame:
         return self._until_asked()
 
     def first_seen(self) -> str:
-        """What the trained player has seen already, if another player begins."""
+        """Text that the trained player has seen already, if another player begins."""
         state = self._inner.state
         return _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
 
@@ -197,7 +197,7 @@ def random_move(seen: str, rng: random.Random) -> str:
 
 
 def _text(messages: Iterable[Any], player: int, roles: Mapping[int, str]) -> str:
-    """What is new to a player. Its own answers are left out, because its conversation has them."""
+    """Messages that are new to a player. Its own answers are left out, because its conversation has them."""
     lines = []
     for sender, text, *kind in messages:
         if sender == player and kind and kind[0] is textarena.ObservationType.PLAYER_ACTION:

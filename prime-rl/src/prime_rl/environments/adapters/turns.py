@@ -32,7 +32,7 @@ class Turn(msgspec.Struct, frozen=True):
     """The state of a game after its start or after an action."""
 
     text: str
-    """What the next player sees; after the end, what the trained player sees."""
+    """Text for the next player; after the end, for the trained player."""
     reward: float = 0.0
     """Reward of the trained player for this action."""
     is_over: bool = False

@@ -87,7 +87,15 @@ class JudgeGateway:
         Raises:
             JudgeLost: a judge does not answer.
         """
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._warm(), self._loop))
+
+        async def warm(name: str, judge: Judge) -> None:
+            with self._calling(name):
+                await judge.warm()
+
+        async def warm_all() -> None:
+            await asyncio.gather(*(warm(name, judge) for name, judge in self.judges.items()))
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(warm_all(), self._loop))
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call of this method."""
@@ -101,13 +109,6 @@ class JudgeGateway:
             return metrics
 
         return self._run(take())  # on the gateway's loop, which counts
-
-    async def _warm(self) -> None:
-        await asyncio.gather(*(self._warm_one(name, judge) for name, judge in self.judges.items()))
-
-    async def _warm_one(self, name: str, judge: Judge) -> None:
-        with self._calling(name):
-            await judge.warm()
 
     async def _open(self) -> None:
         for name, (server, config, cache) in self._configs.items():

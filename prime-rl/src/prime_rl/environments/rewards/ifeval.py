@@ -43,7 +43,7 @@ def paragraphs(text: str, separator: str = r"\n\s*\n") -> list[str]:
 
 
 def occurrences(keyword: str, text: str) -> int:
-    """How often a keyword or phrase stands in a text as whole words, in any case."""
+    """Number of times that a keyword or phrase occurs as whole words, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(keyword.strip())}(?!\w)", text, re.IGNORECASE))
 
 

@@ -60,7 +60,8 @@ def is_in(text: str, language: str) -> bool:
 def detected(text: str) -> str | None:
     """The code of the language, or None for a text without letters."""
     text = text[:_SAMPLE_CHARS]
-    scripts = Counter(_script(each) for each in text if each.isalpha())
+    # The first word of a letter's Unicode name is its script: LATIN SMALL LETTER A.
+    scripts = Counter(unicodedata.name(each, "UNKNOWN").split(" ")[0] for each in text if each.isalpha())
     if not scripts:
         return None
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > KANA_SHARE * scripts["CJK"]:
@@ -76,7 +77,3 @@ def detected(text: str) -> str | None:
 def _score(code: str, used: Counter[str], letters: Counter[str]) -> float:
     common = sum(used[word] for word in set(COMMON_WORDS[code].split()))
     return common + 0.5 * sum(letters[each] for each in OWN_LETTERS.get(code, ""))
-
-
-def _script(letter: str) -> str:
-    return unicodedata.name(letter, "UNKNOWN").split(" ")[0]

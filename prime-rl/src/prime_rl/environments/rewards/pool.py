@@ -151,7 +151,10 @@ class _Slot(threading.Thread):
                 self._pool.timeouts[job.path] += 1
                 raise RewardTimeout(f"it ran for {job.timeout_s:g} s and was ended") from None
             self._pool.deaths[job.path] += 1
-            raise RewardError(f"its worker process ended ({_status(status)})") from None
+            cause = f"exit code {status}"
+            if status is not None and status < 0:
+                cause = f"signal {signal.Signals(-status).name}"
+            raise RewardError(f"its worker process ended ({cause})") from None
         if "error" in reply:
             raise RewardError("\n".join(filter(None, [reply.get("traceback", "").rstrip(), reply["error"]])))
         return reply["described"] if "described" in reply else reply["value"]
@@ -211,12 +214,6 @@ def _interrupted_at(deadline: float, process: subprocess.Popen[bytes]) -> Iterat
         yield
     finally:
         timer.cancel()
-
-
-def _status(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"signal {signal.Signals(-status).name}"
-    return f"exit code {status}"
 
 
 class _Shared:

@@ -139,7 +139,7 @@ class Window:
 
     steps: tuple[int, ...]
     parts: tuple[float, ...]
-    """What the part adds to the reward: weight times mean value of its function, for each step."""
+    """Contribution of the part to the reward at each step: weight times mean value of its function."""
     rewards: tuple[float, ...]
     """Mean rewards."""
 

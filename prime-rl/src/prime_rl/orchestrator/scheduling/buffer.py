@@ -7,7 +7,7 @@ import json
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -288,16 +288,15 @@ class DifficultyPools:
         if self._is_normal(example) and self._fingerprint(example) == digest:
             return example
         if env not in index:
-            index[env] = {self._fingerprint(each): each for each in self._examples(env)}
+            index[env] = {
+                self._fingerprint(each): each for each in (ExampleRef(env, row) for row in self.normal.get(env, []))
+            }
         return index[env].get(digest)
 
     def _is_normal(self, example: ExampleRef) -> bool:
         rows = self.normal.get(example.env, [])
         index = bisect_left(rows, example.row)
         return index < len(rows) and rows[index] == example.row
-
-    def _examples(self, env: str) -> Iterator[ExampleRef]:
-        return (ExampleRef(env, row) for row in self.normal.get(env, []))
 
 
 def fingerprint(env: str, row: Mapping[str, Any], keys: Sequence[str]) -> str:

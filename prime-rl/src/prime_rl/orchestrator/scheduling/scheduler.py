@@ -256,7 +256,8 @@ class Scheduler:
             versions = [group.version for group in self._in_flight.values()]
             newest = staleness.newest_collectable(step, collected, versions)
         for task in self._finished:
-            if newest is None or self._in_flight[task].version <= newest or _has_failed(task):
+            has_failed = task.cancelled() or task.exception() is not None
+            if has_failed or newest is None or self._in_flight[task].version <= newest:
                 return task
         return None
 
@@ -369,10 +370,6 @@ class Scheduler:
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
             get_logger().warning(f"Step {step}: {self.buffer.rejections()}: {self.buffer.advice()}")
         return False
-
-
-def _has_failed(task: Task) -> bool:
-    return task.cancelled() or task.exception() is not None
 
 
 class RateLimit:

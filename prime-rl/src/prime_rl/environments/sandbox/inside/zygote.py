@@ -30,7 +30,9 @@ COMMON = (
 
 def main() -> None:
     is_in_container = not sys.argv[2].isdigit()
-    control = _connected(sys.argv[2]) if is_in_container else socket.socket(fileno=int(sys.argv[2]))
+    control = socket.socket(socket.AF_UNIX) if is_in_container else socket.socket(fileno=int(sys.argv[2]))
+    if is_in_container:
+        control.connect(sys.argv[2])
     settings = json.loads(sys.argv[3])
     nothing = os.open(os.devnull, os.O_RDWR)
     confinement.drop_privileges(settings["uid"])
@@ -53,12 +55,6 @@ def main() -> None:
             return
         if command == b"r":
             _run(control, descriptors, settings)
-
-
-def _connected(path: str) -> socket.socket:
-    control = socket.socket(socket.AF_UNIX)
-    control.connect(path)
-    return control
 
 
 def _filters_calls() -> bool:
