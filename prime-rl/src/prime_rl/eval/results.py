@@ -165,7 +165,7 @@ def _line(result: Result) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CandidateScores:
     """The scores of one candidate in one environment."""
 
     candidate: str
@@ -175,13 +175,13 @@ class Row:
     """As in `metrics.jsonl`, without the prefix `eval/<env>/`."""
 
 
-def write_summary(rows: Sequence[Row], path: Path) -> None:
+def write_summary(rows: Sequence[CandidateScores], path: Path) -> None:
     """Write all rows as a JSON list."""
     with replacing_file(path) as scratch:
         scratch.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 
-def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
+def print_table(rows: Sequence[CandidateScores], file: TextIO = sys.stdout) -> None:
     """Print one line per candidate and environment: with colours and rules on a terminal, otherwise plain."""
     on_terminal = file.isatty()
     scores = {name: title for row in rows for name, title in score_titles(row.metrics).items()}
@@ -205,7 +205,7 @@ def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
     Console(file=file, width=None if on_terminal else PLAIN_WIDTH, highlight=False).print(table)
 
 
-def _others(row: Row) -> list[str]:
+def _others(row: CandidateScores) -> list[str]:
     return [
         _cell(row.metrics, "completion_len/mean", "{:.1f}"),
         _cell(row.metrics, "is_truncated/mean", "{:.1%}"),

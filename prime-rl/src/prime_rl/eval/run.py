@@ -17,7 +17,7 @@ from prime_rl.checks.tool_parsers import model_template
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig
-from prime_rl.eval.results import Key, Result, ResultsFile, Row, print_table, write_summary
+from prime_rl.eval.results import CandidateScores, Key, Result, ResultsFile, print_table, write_summary
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
@@ -85,7 +85,7 @@ class Evaluation:
     monitor: Monitor
     judges: RunJudges
     reported: MetricLog
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CandidateScores] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     async def run(self, candidates: Sequence[Candidate]) -> None:
@@ -192,7 +192,7 @@ class Evaluation:
         if ran or not self._is_reported(candidate.step, named):
             named |= self.judges.take_metrics()
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
-        self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
+        self.rows.append(CandidateScores(str(candidate), candidate.step, of_env.name, metrics))
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
         if line := unscored_line(rollouts):
             get_logger().warning(f"{candidate} | {of_env.name} | {line}")

@@ -168,7 +168,7 @@ async def _run(
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
-            room=Room.of(config).limit,
+            length_limit=Room.of(config).limit,
             teacher=await ready_teacher(config, run, closing),
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def eval_metrics(
-    outcomes: Sequence[Outcome], attempts: int, functions: Mapping[str, float] | None = None
+    outcomes: Sequence[Outcome], rollouts_per_example: int, functions: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
 
@@ -36,7 +36,7 @@ def eval_metrics(
     lengths = [rollout.completion_tokens for rollout in rollouts]
     no_response = sum(not has_response(rollout) for rollout in rollouts)
     return {
-        f"avg@{attempts}": statistics.fmean(map(statistics.fmean, rewards)),
+        f"avg@{rollouts_per_example}": statistics.fmean(map(statistics.fmean, rewards)),
         "no_response/mean": no_response / len(rollouts),
         "no_response/count": no_response,
         "completion_len/mean": statistics.fmean(lengths),

@@ -73,7 +73,7 @@ class Steps:
     sampling: SamplingConfig
     target: BatchTarget
     max_steps: int | None
-    room: str = "their length limit"
+    length_limit: str = "their length limit"
     """Name of the limit on a prompt with its completion, for messages."""
     teacher: Teacher | None = None
     evaluator: Evaluator | None = None
@@ -101,7 +101,7 @@ class Steps:
                 if not batch.trained:
                     for group in groups:
                         self.scheduler.buffer.ledger.dropped(group.example.draw, "its batch had no token to train on")
-                    await self.empty.pause(progress.step, what_is_left_out(batch, self.room))
+                    await self.empty.pause(progress.step, what_is_left_out(batch, self.length_limit))
                     continue
                 if self.teacher is not None:
                     await self.score(batch, progress.step, self.teacher)

@@ -231,12 +231,12 @@ def token_fields(rollout: Rollout, max_tokens: int | None, texts: TokenTexts | N
     # Untrained rollouts have empty masks; here the mask says which tokens the model sampled.
     lines = to_samples(dataclasses.replace(rollout, error=None, masked_by=None))
     length = sum(len(line.prompt_ids) + len(line.completion_ids) for line in lines)
-    room = length if max_tokens is None else min(length, max_tokens)
-    cut = length - room
+    left = length if max_tokens is None else min(length, max_tokens)
+    cut = length - left
     sequences = []
     for line in lines:
-        sequences.append(_sequence(line, room))
-        room -= len(sequences[-1]["prompt_ids"]) + len(sequences[-1]["completion_ids"])
+        sequences.append(_sequence(line, left))
+        left -= len(sequences[-1]["prompt_ids"]) + len(sequences[-1]["completion_ids"])
     ids: set[int] = set()
     for each in sequences:
         ids.update(each["prompt_ids"], each["completion_ids"])
@@ -250,10 +250,10 @@ def token_fields(rollout: Rollout, max_tokens: int | None, texts: TokenTexts | N
     }
 
 
-def _sequence(line: TrainingSample, room: int) -> dict[str, Any]:
-    """At most `room` tokens of a sample: the first of the completion, then the last of the prompt."""
-    end = min(room, len(line.completion_ids))
-    start = max(0, len(line.prompt_ids) - (room - end))
+def _sequence(line: TrainingSample, left: int) -> dict[str, Any]:
+    """At most `left` tokens of a sample: the first of the completion, then the last of the prompt."""
+    end = min(left, len(line.completion_ids))
+    start = max(0, len(line.prompt_ids) - (left - end))
     return {
         "prompt_ids": line.prompt_ids[start:],
         "prompt_start": start,
