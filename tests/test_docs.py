@@ -116,12 +116,12 @@ BLOCKS = [
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page_id(page)}: {block[:30]!r}" for page, block in BLOCKS])
 def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) -> None:
     """Blocks of RL are pieces: they stand on the sections that every RL file has."""
-    config_cls = {"sft.md": SFTConfig, "data.md": SFTConfig, "trl.md": SFTConfig, "eval.md": OfflineEvalConfig}.get(
-        page.name, RLConfig
-    )
     written = tomllib.loads(block)
-    if page.name == "eval.md" and "eval" in written:  # evaluation during SFT
+    config_cls: type[SFTConfig | OfflineEvalConfig | RLConfig] = RLConfig
+    if written.keys() & {"data", "val", "eval"}:
         config_cls = SFTConfig
+    elif written.keys() & {"env", "num_examples"}:
+        config_cls = OfflineEvalConfig
     base = tmp_path / "base.toml"
     base.write_text("[trainer]\n[orchestrator]\nrollouts_per_example = 8\n" if config_cls is RLConfig else "")
     assert set(written) <= load_config(config_cls, [base], written).model_fields_set
@@ -139,7 +139,7 @@ def test_the_reference_of_commands_is_up_to_date() -> None:
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == made, advice
 
 
-def test_the_readme_names_every_command() -> None:
+def test_the_page_of_the_command_line_names_every_command() -> None:
     commands = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    named = README.read_text(encoding="utf-8")
+    named = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert [name for name in re.findall(r"^### (.*)", commands, re.MULTILINE) if f"`{name} " not in named] == []

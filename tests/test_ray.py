@@ -212,7 +212,7 @@ def test_a_killed_part_ends_the_run(cluster: RayNodes, sft: Path, tmp_path: Path
 
 
 def job(cluster: RayNodes, *words: object) -> subprocess.CompletedProcess[str]:
-    """`ray job submit` of the driver, as docs/ray.md has it. Waits for its end."""
+    """`ray job submit` of the driver, as docs/submit.md has it. Waits for its end."""
     ray = str(Path(sys.executable).with_name("ray"))
     module = [sys.executable, *DRIVER[1:]]
     argv = [ray, "job", "submit", "--address", cluster.jobs, "--", "env", "-C", str(ROOT), *module, *map(str, words)]

@@ -55,7 +55,7 @@ def test_the_first_page_is_the_readme_with_links_to_pages_of_the_site(site: Path
     assert "One command turns a TOML file" in first
     assert 'href="gpus.html"' in first
     assert 'src="images/house.svg"' in first
-    assert 'href="../orchestrator.html#how-old-rollouts-are"' in (site / "benchmarks" / "rl.html").read_text()
+    assert 'href="../rl.html#how-old-rollouts-are"' in (site / "benchmarks" / "rl.html").read_text()
 
 
 def test_pipes_in_the_code_of_tables_have_no_backslash(site: Path) -> None:

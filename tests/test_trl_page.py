@@ -1,4 +1,4 @@
-"""docs/trl.md: the keys exist, and are those that the error for a key of another trainer names."""
+"""docs/migrate.md: keys for users of TRL and axolotl exist, and the error for a foreign key names the same one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.renamed import find_renamed
 from prime_rl.utils.pydantic_config.schema import has_key
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "trl.md").read_text(encoding="utf-8")
-SFT, RL = PAGE.split("## Reinforcement learning")
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrate.md").read_text(encoding="utf-8")
+SFT, RL = PAGE.partition("### SFT keys")[2].partition("## AReaL")[0].split("### RL keys")
 RENAMED_ELSEWHERE = {"optim", "chat_template", "datasets", "micro_batch_size"}
 """Names that mean something else here, so the error for them is another one."""
 

@@ -47,7 +47,7 @@ uv run medarc_train rl examples/reverse_text/rl_cpu.toml --output-dir outputs/re
 
 `--output-dir` is an option of the command, `--max-steps` a key of the config. Every command that takes a CONFIG also
 takes each of its keys as an option ([config.md](config.md#where-values-come-from)). A mistake is one `error:` line per
-fault and exit code 2 ([exit codes](architecture.md#contracts)).
+fault and exit code 2 ([exit codes](cli.md#exit-codes)).
 """
 
 ENGINE = """\

@@ -51,7 +51,7 @@ class Throughput:
 
 
 def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
-    """FLOP of the forward and backward pass per token: `6 P + 12 L H Q T`. docs/watching.md explains the symbols.
+    """FLOP of the forward and backward pass per token: `6 P + 12 L H Q T`. docs/monitors.md explains the symbols.
 
     A frozen parameter counts 4 instead of 6: it needs no gradient of its own, but passes on that of its input.
     """
