@@ -7,7 +7,7 @@ import pytest
 from prime_rl.orchestrator.batches.batch import build_batch, what_is_left_out
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.errors import MalformedRollout, OrchestratorError
-from prime_rl.orchestrator.reports.metrics import (
+from prime_rl.orchestrator.reports.reporter import (
     StepStatus,
     count_tokens,
     environment_metrics,

@@ -18,8 +18,7 @@ from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.evaluator import Evaluator, Validator
-from prime_rl.orchestrator.reports.metrics import LoopDelay, StepStatus, StepTimes, count_tokens
-from prime_rl.orchestrator.reports.reporter import Reporter
+from prime_rl.orchestrator.reports.reporter import LoopDelay, Reporter, StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args

@@ -17,10 +17,10 @@ from typing import Any
 import verifiers as vf
 from pydantic import TypeAdapter, ValidationError
 
-from prime_rl.environments.rewards.calling import HERE_ONLY, arguments, checked, load
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
 from prime_rl.environments.rewards.registry import OnTimeout, Reward, RewardFault, RewardSpec, resolve
 from prime_rl.environments.rewards.text import text_of
+from prime_rl.environments.rewards.worker import HERE_ONLY, arguments, checked, load
 from prime_rl.utils.logger import get_logger
 
 TIMEOUTS = "reward_timeouts"

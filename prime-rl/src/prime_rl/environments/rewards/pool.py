@@ -63,7 +63,7 @@ class RewardPool:
     def describe(self, path: str, args: dict[str, Any] | None = None) -> Future[dict[str, Any]]:
         """Import a function in a worker. `args` are the keyword arguments of its calls.
 
-        The future has the result of `calling.describe`, or raises RewardError.
+        The future has the result of `worker.describe`, or raises RewardError.
         """
         return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, self.start_limit_s)
 
