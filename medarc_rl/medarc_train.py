@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from medarc_rl.backends.slurm import NODE_GPUS
+from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.cli import Resume, add_command, add_command_without_config, examples_of, new_app, resume_words, warn
 from medarc_rl.commands.chat import ChatOptions, chat
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
