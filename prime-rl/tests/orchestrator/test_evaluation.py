@@ -184,7 +184,7 @@ async def test_an_evaluation_says_that_failed_reward_functions_lowered_its_score
     tmp_path: Path, rollout, caplog
 ) -> None:
     environment = Environment(partial(rollout, reward_errors={"right": "ValueError: no score today"}))
-    environment.reward_functions = {"right": 1.0}
+    environment.name, environment.reward_functions = "letters", {"right": 1.0}
     evaluator = evaluator_of(RunPaths(tmp_path), 0, [EvalSet(environment, range(2), 1, 0)])
     await evaluator.finish(0)
     assert (
