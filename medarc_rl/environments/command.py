@@ -6,8 +6,14 @@ import typer
 
 from medarc_rl.cli import add_command_without_config, new_group
 from medarc_rl.environments.checking import CheckOptions, check
-from medarc_rl.environments.installing import InstallOptions, install
-from medarc_rl.environments.listing import ListOptions, UninstallOptions, list_environments, uninstall
+from medarc_rl.environments.installing import (
+    InstallOptions,
+    ListOptions,
+    UninstallOptions,
+    install,
+    list_environments,
+    uninstall,
+)
 from medarc_rl.environments.making import NewOptions, new
 from medarc_rl.environments.trying import TryOptions, try_
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from medarc_rl.migrate.statements import split_statements
+from medarc_rl.migrate.text import split_statements
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config.arguments import arguments_layer
 from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations

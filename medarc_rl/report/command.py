@@ -40,7 +40,7 @@ class ReportOptions:
 def report(options: ReportOptions) -> int:
     """Write a report of a run, or a comparison of several: one HTML file, and PNGs of its charts."""
     # Imported here so that the other commands do not load it.
-    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.charts import group_runs, open_runs
     from medarc_rl.report.write import write_report
 
     if options.price is not None and not math.isfinite(options.price):

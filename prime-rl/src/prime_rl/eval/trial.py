@@ -16,7 +16,7 @@ def main() -> None:
     setup_logger("warning")
     # verifiers takes seconds to import.
     from prime_rl.environments.judging.gateway import offered_in_a_trial
-    from prime_rl.orchestrator.env_servers.environments import load_environments
+    from prime_rl.orchestrator.env_servers.loading import load_environments
     from prime_rl.orchestrator.evaluator import EvalSet
 
     try:

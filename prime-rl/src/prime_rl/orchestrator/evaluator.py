@@ -16,7 +16,7 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig, ValConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.env_servers.environments import Environment, rows_to_evaluate
+from prime_rl.orchestrator.env_servers.environment import Environment, rows_to_evaluate
 from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, Outcome, ServerPool, run_attempts
