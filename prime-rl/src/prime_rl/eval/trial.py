@@ -16,8 +16,8 @@ def main() -> None:
     setup_logger("warning")
     # verifiers takes seconds to import.
     from prime_rl.environments.judging.gateway import offered_in_a_trial
-    from prime_rl.orchestrator.env_servers.loading import load_environments
     from prime_rl.orchestrator.evaluator import EvalSet
+    from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
         with offered_in_a_trial(config.judge):

@@ -5,7 +5,7 @@ OrchestratorError         ends the run with exit code 1, for example because a c
 ├── JudgeFault            a judge does not answer, refuses its key, or nothing has started it
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── GroupFailed           a group failed, and is retried
-│   ├── GroupTimeout      it took longer than its environment's limit (in env_servers/failures.py)
+│   ├── GroupTimeout      it took longer than its environment's limit (in workers/failures.py)
 │   └── MalformedRollout  a rollout cannot be trained on, whatever its reward
 └── TooManyFailures       too many groups failed in a row
 """

@@ -16,7 +16,6 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig, ValConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.env_servers.environment import Environment, rows_to_evaluate
 from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, Outcome, ServerPool, run_attempts
@@ -25,6 +24,7 @@ from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, seeded_f
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.scores import eval_metrics, reward_error_share, score_titles, unscored_line
 from prime_rl.orchestrator.servers.policy import Policy
+from prime_rl.orchestrator.workers.environment import Environment, rows_to_evaluate
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 

@@ -25,12 +25,7 @@ from prime_rl.orchestrator.batches.advantage import setup_advantage
 from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed, refuse_unusable
-from prime_rl.orchestrator.env_servers.failures import failure_metrics
-from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.env_servers.loading import load_environments
-from prime_rl.orchestrator.env_servers.processes import EnvServers
+from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
@@ -45,6 +40,11 @@ from prime_rl.orchestrator.servers.policy import AsyncLimits, DirectWeights, Pol
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import Ending, StopSignals
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.failures import failure_metrics
+from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.processes import EnvServers
 from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance
