@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
 from medarc_rl.cli import commands_of
 from prime_rl.configs.surface.docs import ROOTS
-from prime_rl.inference.access import METRICS
+from prime_rl.inference.guards import METRICS
 from prime_rl.inference.protocol import parse_body
 from prime_rl.inference.reference import ROUTES
 from prime_rl.run.paths import RunPaths

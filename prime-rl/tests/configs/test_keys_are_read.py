@@ -64,11 +64,11 @@ HANDED_ON = {
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "ckpt"),
     "rl.judge": ("prime_rl.configs.rl.propagation", "judge"),
     "prime_rl.configs.supervised.rows.LossMaskConfig": ("prime_rl.trainer.sft.data.samples", "loss_mask"),
-    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "of_rows"),
+    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.messages", "of_rows"),
     "prime_rl.configs.supervised.evaluation.SFTEvalConfig": ("prime_rl.configs.supervised.evaluation", "eval"),
     "prime_rl.configs.rollouts.judges.JudgeEngineConfig": ("prime_rl.configs.rollouts.judges", "engine"),
-    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.arguments", "model"),
-    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.arguments", "model"),
+    "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.serve", "model"),
+    "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.serve", "model"),
     **{
         f"{place}.{key}": ("prime_rl.configs.rollouts.frozen", "max_concurrent")
         for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")

@@ -27,7 +27,7 @@ from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.workers.failures import Failures
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.rl.packing import find_fault
+from prime_rl.trainer.rl.batches import find_fault
 from prime_rl.transport.messages import TrainingBatch
 
 NUMBERS = st.one_of(

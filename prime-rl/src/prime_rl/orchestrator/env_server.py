@@ -18,7 +18,7 @@ from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.beats import own_beats
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
