@@ -18,7 +18,6 @@ import typer
 from medarc_rl.backends.containers import RUNTIMES, Container
 from medarc_rl.backends.launcher import CONFIGS, launcher_job
 from medarc_rl.backends.slurm import (
-    NODE_GPUS,
     BatchJob,
     SlurmRequest,
     check_dependency,
@@ -29,10 +28,9 @@ from medarc_rl.backends.slurm import (
     sh_quote,
 )
 from medarc_rl.backends.slurm_jobs import LOG
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
+from medarc_rl.cli import NODE_GPUS, Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.commands.estimating import EstimateOptions, print_rl_estimate, print_sft_estimate
 from medarc_rl.deployment import (
-    GpuSplit,
     RlNodes,
     advice,
     check_rl,
@@ -50,6 +48,7 @@ from medarc_rl.jobs.kinds import job_kind
 from medarc_rl.jobs.record import JobRecord, circumstances
 from medarc_rl.jobs.recording import record_job
 from medarc_rl.utils import (
+    GivenConfig,
     Run,
     check_startable,
     load_run,
@@ -201,9 +200,9 @@ add_command_without_config(app, "cancel", CancelOptions, cancel)
 
 
 def plan_sft_job(words: list[str], gpus: SftGpus, options: JobOptions) -> tuple[BatchJob, Run[SFTConfig]]:
-    words = [*words, *resume_words(options.resume)]
-    run = load_run(SFTConfig, words, "sft", options.output_dir, sft_owned(words, gpus.gpus, gpus.nodes), submits=True)
-    refuse_other_launcher(run.config, "slurm", words)
+    given = GivenConfig.read(SFTConfig, [*words, *resume_words(options.resume)])
+    run = load_run(given, "sft", options.output_dir, sft_owned(given, gpus.gpus, gpus.nodes), submits=True)
+    refuse_other_launcher(run.config, "slurm", given.words)
     return plan_job("sft", run, options, Resources(sft_nodes(run.config), sft_gpus(run.config))), run
 
 
@@ -219,16 +218,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def split_of(words: list[str], gpus: RlGpus) -> GpuSplit:
-    return rl_split(words, gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
-
-
 def plan_rl_job(words: list[str], gpus: RlGpus, options: JobOptions) -> tuple[BatchJob, Run[RLConfig]]:
-    words = [*words, *resume_words(options.resume)]
-    nodes = rl_nodes(words, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus), gpus.single_gpu)
-    split = split_of(words, gpus) if nodes is None else nodes
-    run = load_run(RLConfig, words, "rl", options.output_dir, split.owned, submits=True)
-    refuse_other_launcher(run.config, "slurm", words)
+    given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
+    nodes = rl_nodes(given, (gpus.train_nodes, gpus.infer_nodes), (gpus.train_gpus, gpus.infer_gpus), gpus.single_gpu)
+    split = nodes or rl_split(given, gpus.train_gpus, gpus.infer_gpus, gpus.single_gpu)
+    run = load_run(given, "rl", options.output_dir, split.owned, submits=True)
+    refuse_other_launcher(run.config, "slurm", given.words)
     check_rl(run.config, split)
     if isinstance(split, RlNodes):
         job = plan_job("rl", run, options, Resources(split.total, split.gpus_per_node))

@@ -14,14 +14,16 @@ from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
 from medarc_rl.backends.ray.ray_options import RayOptions
 from medarc_rl.backends.registry import OPTIONS, backend
 from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
-from medarc_rl.backends.slurm import NODE_GPUS
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
+from medarc_rl.cli import NODE_GPUS, Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.deployment import rl_nodes, rl_split, sft_nodes_of, sft_owned
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, config_files
 from medarc_rl.jobs.record import JobRecord, circumstances
 from medarc_rl.jobs.recording import record_job
-from medarc_rl.utils import OwnedKeys
+from medarc_rl.utils import ConfigT, GivenConfig, OwnedKeys
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,25 +86,28 @@ app = new_app(
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    nodes = options.nodes or sft_nodes_of(words)
-    owned = sft_owned(words, options.gpus or None, nodes)
-    return submit(_request("sft", words, options, owned, nodes=nodes, gpus=options.gpus))
+    given = _given(SFTConfig, words, options)
+    nodes = options.nodes or sft_nodes_of(given)
+    owned = sft_owned(given, options.gpus or None, nodes)
+    return submit(_request("sft", given, options, owned, nodes=nodes, gpus=options.gpus))
 
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
+    given = _given(RLConfig, words, options)
     nodes = rl_nodes(
-        words, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
+        given, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
     )
     if nodes is None:
-        split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
-        return submit(_request("rl", words, options, split.owned, nodes=1, split=split))
-    return submit(_request("rl", words, options, nodes.owned, nodes=nodes.total))
+        split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+        return submit(_request("rl", given, options, split.owned, nodes=1, split=split))
+    return submit(_request("rl", given, options, nodes.owned, nodes=nodes.total))
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
     """Submit an evaluation of a model and its checkpoints."""
-    return submit(_request("eval", words, options, {}, nodes=1, gpus=options.gpus))
+    given = _given(OfflineEvalConfig, words, options)
+    return submit(_request("eval", given, options, {}, nodes=1, gpus=options.gpus))
 
 
 def sagemaker_policy(options: PolicyOptions) -> int:
@@ -122,13 +127,18 @@ add_command(app, "eval", EvalOptions, evaluate)
 add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
 
 
-def _request(kind: Kind, words: list[str], options: SubmitOptions, owned: OwnedKeys, **shape: Any) -> Request:
+def _given(root: type[ConfigT], words: list[str], options: SubmitOptions) -> GivenConfig[ConfigT]:
+    """Read the config, after the options were checked. Raises UsageError."""
     if faults := list(foreign_options(options)):
         raise UsageError(*faults)
+    return GivenConfig.read(root, [*words, *resume_words(options.resume)])
+
+
+def _request(kind: Kind, given: GivenConfig[Any], options: SubmitOptions, owned: OwnedKeys, **shape: Any) -> Request:
     return Request(
         kind=kind,
-        words=[*words, *resume_words(options.resume)],
-        config=config_files(words),
+        given=given,
+        config=config_files(given.words),
         name=options.name,
         output_dir=options.output_dir,
         resume=options.resume,

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from medarc_rl.deployment import GpuSplit
 from medarc_rl.jobs.record import JobRecord, Status
-from medarc_rl.utils import OwnedKeys, Run, load_run
+from medarc_rl.utils import GivenConfig, OwnedKeys, Run, load_run
 
 Kind = Literal["sft", "rl", "eval"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for. Nothing was read, written or sent yet."""
+    """What the user asked for. The config was read, not validated; nothing was written or sent yet."""
 
     kind: Kind
-    words: Sequence[str]
-    """The words of the command line that are not options of the command: files and overrides of the config, with
-    `--resume`."""
+    given: GivenConfig[Any]
+    """The config as the command line names it, with `--resume`."""
     config: str
     """The TOML files, as typed."""
     name: str | None
@@ -29,7 +28,7 @@ class Request:
     output_dir: str | None
     """`--output-dir`, as typed."""
     resume: str | None = None
-    """`--resume`, as typed. `words` hold it, too."""
+    """`--resume`, as typed. `given` holds it, too."""
     nodes: int
     split: GpuSplit | None = None
     """RL on one node: GPUs of the trainer and of inference. None for all others."""
@@ -42,12 +41,7 @@ class Request:
 
     def load(self, output_dir: Path | None = None, owned: OwnedKeys | None = None) -> Run[Any]:
         """Load the config, with this directory of the run. Raises UsageError, one line for each fault."""
-        from prime_rl.configs.eval import OfflineEvalConfig
-        from prime_rl.configs.rl import RLConfig
-        from prime_rl.configs.sft import SFTConfig
-
-        config_cls: Any = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}[self.kind]
-        return load_run(config_cls, self.words, self.kind, output_dir, {**self.owned, **(owned or {})})
+        return load_run(self.given, self.kind, output_dir, {**self.owned, **(owned or {})})
 
 
 @dataclass(frozen=True, kw_only=True)

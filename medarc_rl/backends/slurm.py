@@ -17,12 +17,12 @@ from typer import Option
 
 from medarc_rl.backends.containers import Container
 from medarc_rl.backends.launcher import CONFIGS
+from medarc_rl.cli import NODE_GPUS
 from medarc_rl.errors import HeaderError, UsageError
 from prime_rl.launch.job import Job
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
 
-NODE_GPUS = 8
 STOP_LEAD_S = 120
 """Seconds before its time limit at which a job is asked to save and stop, unless `--signal-before` says otherwise."""
 MAX_REQUEUES = 20

@@ -17,7 +17,7 @@ from medarc_rl.cli import say
 from medarc_rl.environments.checking import arguments_of, installed
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
-from medarc_rl.utils import load_run
+from medarc_rl.utils import GivenConfig, load_run
 from prime_rl.checks.chat_models import find_chat_models
 from prime_rl.checks.start_dir import StartFault
 from prime_rl.configs.eval import OfflineEvalConfig
@@ -76,7 +76,7 @@ def try_(options: TryOptions) -> int:
             file.write_text(tomli_w.dumps(_settings(options, env.id, arguments)), encoding="utf-8")
         except TypeError as error:
             raise UsageError("--args: a config has no null: leave the argument out") from error
-        run = load_run(OfflineEvalConfig, [str(file)], "eval", out, {})
+        run = load_run(GivenConfig.read(OfflineEvalConfig, [str(file)]), "eval", out, {})
         with _variables(variables):
             code = launch(EVAL, run.config, eval_screen, shared_node(os.environ))
         shown = _show(RunPaths(out), options)

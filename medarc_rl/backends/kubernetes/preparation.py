@@ -144,7 +144,7 @@ def _engine_faults(request: Request, options: KubernetesOptions) -> Iterator[str
 def _check_launch(request: Request, options: KubernetesOptions, run: Run[Any]) -> None:
     """Raises UsageError for a config that the command in the pod would refuse."""
     if request.kind != "eval" and request.nodes == 1:
-        refuse_other_launcher(run.config, "ray" if uses_ray(request, options) else "local", request.words)
+        refuse_other_launcher(run.config, "ray" if uses_ray(request, options) else "local", request.given.words)
     if request.split is not None and not uses_ray(request, options):
         check_rl(run.config, request.split)
 

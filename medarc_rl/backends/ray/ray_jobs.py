@@ -71,7 +71,7 @@ class RayJobs:
         owned = {"launcher": "ray"} if request.nodes > 1 else {}
         run = request.load(None if request.output_dir is None else Path(request.output_dir), owned)
         if request.kind != "eval":
-            refuse_other_launcher(run.config, "ray", request.words)
+            refuse_other_launcher(run.config, "ray", request.given.words)
             check_startable(run, options.dry_run)
         single_gpu = request.split is not None and request.split.single_gpu
         gpus = [0 if device_of(run.config) == "cpu" else count for count in gpus_of(run.config, single_gpu)]
@@ -197,7 +197,7 @@ def _checked_address(address: str | None, request: Request) -> str | None:
     if address is None:
         return None
     if address.startswith(("http://", "https://")):
-        driver = ("python", "-m", DRIVER, request.kind, *request.words)
+        driver = ("python", "-m", DRIVER, request.kind, *request.given.words)
         raise UsageError(
             f"--ray-address {address}: this is Ray's job server; let it run the driver, with "
             f"`ray job submit --address {shlex.quote(address)} -- {shlex.join(driver)}`"

@@ -118,7 +118,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
     owned = {"launcher": "ray"} if is_large else {}
     run = request.load(Path(RUN_DIR), owned)
     if request.kind != "eval":
-        refuse_other_launcher(run.config, "ray" if is_large else "local", request.words)
+        refuse_other_launcher(run.config, "ray" if is_large else "local", request.given.words)
     if options.spot and not run.checkpoints and request.kind != "eval":
         raise UsageError("--spot: the run would start again each time: add a [ckpt] table, or --ckpt.interval N")
     if run.resume_step not in (None, AUTO) and not request.output_dir:
@@ -128,7 +128,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             "--output-dir s3://BUCKET/PREFIX/JOB/run, which `medarc_jobs list` shows"
         )
     if run.resume_step is None and run.checkpoints:
-        return replace(request, words=[*request.words, "--resume=auto"]).load(Path(RUN_DIR), owned)
+        return request.load(Path(RUN_DIR), {**owned, "ckpt.resume_step": "auto"})
     return run
 
 
