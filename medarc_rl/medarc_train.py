@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Lazy | Group] = {
         "Upload what S3 lacks of a run: metrics, logs, checkpoints, weights, kept rollouts, receipts.",
     ),
     "lm-eval": Lazy(
-        "medarc_rl.lm_eval.command:lm_eval",
+        "medarc_rl.commands.lm_evaluation:lm_eval",
         "Evaluate weights with lm-evaluation-harness: each checkpoint of a run next to its base model.",
     ),
     "migrate": Lazy(
@@ -53,27 +53,27 @@ COMMANDS: Mapping[str, Lazy | Group] = {
     "env": Group(
         {
             "new": Lazy(
-                "medarc_rl.environments.making:new",
+                "medarc_rl.commands.environments:new",
                 "Write the package of a new environment: `env new medqa --kind tools`.",
             ),
             "check": Lazy(
-                "medarc_rl.environments.checking:check",
+                "medarc_rl.commands.environments:check",
                 "Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`.",
             ),
             "try": Lazy(
-                "medarc_rl.environments.trying:try_",
+                "medarc_rl.commands.environments:try_",
                 "Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.",
             ),
             "install": Lazy(
-                "medarc_rl.environments.installing:install",
+                "medarc_rl.commands.environments:install",
                 "Install an environment for this user's runs: `env install ./medqa`.",
             ),
             "list": Lazy(
-                "medarc_rl.environments.listing:list_environments",
+                "medarc_rl.commands.environments:list_environments",
                 "List the environments that runs find by id: installed ones, and those of the run's own interpreter.",
             ),
             "uninstall": Lazy(
-                "medarc_rl.environments.listing:uninstall",
+                "medarc_rl.commands.environments:uninstall",
                 "Remove an environment that `env install` has installed.",
             ),
         },

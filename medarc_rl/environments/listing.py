@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distributions, version
-from typing import Annotated
-
-from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
+from medarc_rl.commands.environments import ListOptions, UninstallOptions
 from medarc_rl.environments.installing import remove_files
 from medarc_rl.errors import UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name
@@ -20,16 +18,6 @@ from prime_rl.interpreters.registry import InstalledEnvironment, Registry, Regis
 from prime_rl.utils.errors import one_line
 
 OWN, SHARED, RUN = "own interpreter", "the run's, added", "the run's"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class UninstallOptions:
-    id: Annotated[str, Argument(metavar="ID", help="Id of an environment that `env install` has installed.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +35,7 @@ class Entry:
 
 
 def list_environments(options: ListOptions) -> int:
-    """List the environments that runs find by id: installed ones, and those of the run's own interpreter."""
+    """List the environments that runs find by id."""
     entries = [*_installed(), *_of_the_run()]
     if options.json:
         sys.stdout.write(json.dumps([asdict(each) for each in entries], indent=2) + "\n")

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from medarc_rl.migrate.statements import split_statements
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations
 from prime_rl.utils.pydantic_config.layers import Layer, value_at
 from prime_rl.utils.pydantic_config.load import ConfigSources
 from prime_rl.utils.tables import KeyPath
 
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseSettings)
 OURS = "this command"
 _ABSENT = object()
 

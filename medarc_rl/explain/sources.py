@@ -11,9 +11,8 @@ from medarc_rl.explain.origins import Explained, explained_config
 from medarc_rl.explain.record import recorded_origins
 from medarc_rl.migrate.kinds import kind_of
 from prime_rl.configs.surface.kinds import ROOTS
-from prime_rl.configs.surface.root import RootConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.pydantic_config import showing_warnings
+from prime_rl.utils.pydantic_config import BaseSettings, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import parse_arguments
 from prime_rl.utils.pydantic_config.load import ConfigSources
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
@@ -29,7 +28,7 @@ class Source:
     """A config whose values are explained."""
 
     name: str
-    root: type[RootConfig]
+    root: type[BaseSettings]
     values: Sequence[Explained]
     key: str | None = None
     """The key or section that was asked for."""

@@ -69,13 +69,13 @@ READ_BY_NAME = {
     **{f"rl.monitor.{key}": ("prime_rl.configs.rl.propagation", "in run.shared.monitor:") for key in SHARED_SINKS},
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "in run.shared.log:"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "in run.shared.ckpt:"),
-    "prime_rl.configs.supervised.rows.LossMaskConfig": (
+    "prime_rl.configs.rows.LossMaskConfig": (
         "prime_rl.trainer.sft.data.conversation",
         "getattr(loss_mask, role)",
     ),
-    "prime_rl.configs.supervised.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
-    "prime_rl.configs.supervised.evaluation.SFTEvalConfig": (
-        "prime_rl.configs.supervised.evaluation",
+    "prime_rl.configs.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.formats", "columns.of_rows"),
+    "prime_rl.configs.sft.SFTEvalConfig": (
+        "prime_rl.configs.sft",
         "return OfflineEvalConfig(",
     ),
     "prime_rl.configs.rollouts.judges.JudgeEngineConfig": (
