@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 _UNKNOWN_OPTION = re.compile(r"(?P<option>--[a-z][a-z-]*): unknown option(?:; did you mean (?P<keys>[^?]*)\?)?")
 
 OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
-
-NODE_GPUS = 8
-"""Most GPUs that a run takes of one node."""
 
 Resume = Annotated[
     str | None,
@@ -285,11 +283,16 @@ def examples_of(app: typer.Typer, command: str) -> str | None:
 
 
 def add_command(
-    app: typer.Typer, name: str, options: type[OptionsT], run: Callable[[list[str], OptionsT], int]
+    app: typer.Typer,
+    name: str,
+    options: type[OptionsT],
+    run: Callable[[list[str], OptionsT], int],
+    hidden: Sequence[str] = (),
 ) -> None:
     """Add a command. The fields of the dataclass `options` become its options; `run` returns its exit code.
 
-    `run` receives the words that are not options of the command: the config's files and overrides.
+    `run` receives the words that are not options of the command: the config's files and overrides. The help page does
+    not show the `hidden` ones.
     """
 
     def command(words: list[str] | None = None, **values: Any) -> int:
@@ -299,7 +302,7 @@ def add_command(
             own = [f"--{field.name.replace('_', '-')}" for field in fields(options)]
             raise UsageError(*(_with_own_option(fault, own) for fault in error.faults)) from error
 
-    _declare(command, [_parameter("words", Words, None), *_parameters(options)])
+    _declare(command, [_parameter("words", Words, None), *_parameters(options, hidden)])
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=inspect.getdoc(run), epilog=examples_of(app, name), context_settings=settings)(command)
 
@@ -338,8 +341,14 @@ def _declare(command: Callable[..., int], parameters: Sequence[inspect.Parameter
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def _parameters(options: type[DataclassInstance]) -> list[inspect.Parameter]:
+def _parameters(options: type[DataclassInstance], hidden: Sequence[str] = ()) -> list[inspect.Parameter]:
     hints = get_type_hints(options, include_extras=True)
+    for name in hidden:
+        kind, option = get_args(hints[name])
+        # A copy: other commands show the same option.
+        option = copy.copy(option)
+        option.hidden = True
+        hints[name] = Annotated[kind, option]
     return [_parameter(field.name, hints[field.name], _default(field)) for field in fields(options)]
 
 

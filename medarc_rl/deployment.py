@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medarc_rl.cli import NODE_GPUS
+from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import GivenConfig, OwnedKeys
 from prime_rl.configs.areal.grammar import AllocationError
@@ -17,6 +17,8 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.frozen import frozen_judges, frozen_models
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch.plan import eval_demand, rl_demand, sft_demand
+from prime_rl.launch.site import Demand
 from prime_rl.utils.pydantic_config import ConfigError
 
 MOST_TRAIN_GPUS = 4
@@ -192,15 +194,15 @@ def _allocated(given: GivenConfig[RLConfig]) -> tuple[tuple[int, int] | None, tu
     return places.get("training"), places.get("inference")
 
 
-def check_rl(config: RLConfig, split: GpuSplit | RlNodes) -> None:
-    """Raises UsageError with one line for each broken rule."""
+def check_rl(config: RLConfig, split: GpuSplit | None) -> None:
+    """Raises UsageError with one line for each broken rule. Without a split, the run has several nodes."""
     faults = []
     if config.inference is None:
         named = "elastic" if config.orchestrator.client.is_elastic else "base_url"
         faults.append(
             f"this command starts the inference server: remove orchestrator.client.{named}, or add an [inference] table"
         )
-    if isinstance(split, GpuSplit) and split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
+    if split is not None and split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
         faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
     if faults:
         raise UsageError(*faults)
@@ -284,3 +286,26 @@ def check_one_node(config: SFTConfig) -> None:
             f"deployment.type = {config.deployment.type!r}: this command runs on one node; "
             "submit with `medarc_slurm sft --nodes N`"
         )
+
+
+def gpus_of_nodes(config: SFTConfig | RLConfig | OfflineEvalConfig, single_gpu: bool) -> list[int]:
+    """GPUs (or CPU processes) that a run takes on each of its nodes; inference nodes come first.
+
+    Raises:
+        UsageError: a node does not have as many.
+    """
+    if isinstance(config, SFTConfig):
+        sft_gpus(config)
+    needed = _needed(config)
+    return [1 + sum(needed.frozen)] if single_gpu and needed.nodes == 1 else list(needed.gpus_of_nodes)
+
+
+def device_of(config: SFTConfig | RLConfig | OfflineEvalConfig) -> str:
+    """`auto`, `cuda` or `cpu`."""
+    return _needed(config).device
+
+
+def _needed(config: SFTConfig | RLConfig | OfflineEvalConfig) -> Demand:
+    if isinstance(config, SFTConfig):
+        return sft_demand(config)
+    return rl_demand(config) if isinstance(config, RLConfig) else eval_demand(config)

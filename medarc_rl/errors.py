@@ -3,7 +3,6 @@
 MedarcError            exit 1: a valid request failed
 ├── NothingToDo        exit 0: the run has done all of its work
 └── UsageError         exit 2: the request is not possible; nothing was started or overwritten
-    └── HeaderError    a value that the header of a Slurm script cannot contain
 """
 
 from __future__ import annotations
@@ -23,10 +22,3 @@ class NothingToDo(MedarcError):
 
 class UsageError(MedarcError):
     exit_code = 2
-
-
-class HeaderError(UsageError):
-    def __init__(self, option: str, value: str) -> None:
-        super().__init__(
-            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
-        )

@@ -1,37 +1,44 @@
-"""`medarc_submit sft|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log."""
+"""`medarc_submit sft|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
+
+Every submission goes through `submit`, also those of `medarc_slurm`.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
-from medarc_rl.backends.backend import Kind, Prepared, Request
-from medarc_rl.backends.kubernetes.kubernetes_options import KubernetesOptions
-from medarc_rl.backends.ray.ray_options import RayOptions
-from medarc_rl.backends.registry import OPTIONS, backend
-from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, SageMakerOptions
-from medarc_rl.cli import NODE_GPUS, Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
-from medarc_rl.deployment import rl_nodes, rl_split, sft_nodes_of, sft_owned
+from medarc_rl.backends.options import (
+    MOST_NODES,
+    NODE_GPUS,
+    KubernetesOptions,
+    PolicyOptions,
+    RayOptions,
+    RlGpus,
+    SageMakerOptions,
+    SlurmOptions,
+)
+from medarc_rl.backends.protocol import OPTIONS, Kind, Prepared, Request, backend
+from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.log import JobLog, config_files
-from medarc_rl.jobs.record import JobRecord, circumstances
-from medarc_rl.jobs.recording import record_job
-from medarc_rl.utils import ConfigT, GivenConfig, OwnedKeys
-from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
+from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job
+
+if TYPE_CHECKING:
+    from medarc_rl.utils import ConfigT, GivenConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions(KubernetesOptions, RayOptions, SageMakerOptions):
+class SubmitOptions(SlurmOptions, KubernetesOptions, RayOptions, SageMakerOptions):
     """Options of all commands: the back-ends' own, and those that all of them have."""
 
     to: Annotated[
-        Literal["kubernetes", "ray", "sagemaker"], Option(help="Back-end. Its options begin with its name below.")
+        Literal["slurm", "kubernetes", "ray", "sagemaker"],
+        Option(help="Back-end. Its options begin with its name below; those of slurm are in `medarc_slurm --help`."),
     ]
     name: Annotated[str | None, Option(help="Name of the job; by default the back-end's own choice.")] = None
     output_dir: Annotated[
@@ -39,6 +46,8 @@ class SubmitOptions(KubernetesOptions, RayOptions, SageMakerOptions):
         Option(metavar="PATH|URL", help="OUT on the job's machine, or an s3:// prefix."),
     ] = None
     resume: Resume = None
+    # Both Slurm and SageMaker have it.
+    project_dir: Annotated[Path, Option(help="sagemaker: directory that is sent and that the job runs in.")] = Path()
     wait: Annotated[bool, Option("--wait", help="Stay until the job has ended; exit as `medarc_jobs wait` does.")] = (
         False
     )
@@ -51,27 +60,13 @@ class SftOptions(SubmitOptions):
         int | None, Option(min=0, max=NODE_GPUS, help="GPUs of a node; 0 is a CPU; by default deployment.num_gpus.")
     ] = None
     nodes: Annotated[
-        int | None, Option(min=1, max=1024, help="Number of nodes; by default deployment.num_nodes, or 1.")
+        int | None, Option(min=1, max=MOST_NODES, help="Number of nodes; by default deployment.num_nodes, or 1.")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions(SubmitOptions):
-    train_gpus: Annotated[
-        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, 1 to 4 of one node; by default 1.")
-    ] = None
-    infer_gpus: Annotated[
-        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the inference server; by default 1.")
-    ] = None
-    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
-    train_nodes: Annotated[
-        int | None,
-        Option(min=1, max=1024, help="Nodes of the trainer alone. --train-gpus then counts per node."),
-    ] = None
-    infer_nodes: Annotated[
-        int | None,
-        Option(min=1, max=1024, help="Nodes of inference alone, with one server each. --infer-gpus: per node."),
-    ] = None
+class RlOptions(RlGpus, SubmitOptions):
+    """Options of `rl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,35 +74,22 @@ class EvalOptions(SubmitOptions):
     gpus: Annotated[int, Option(min=0, max=NODE_GPUS, help="GPUs of the node; 0 is a CPU.")] = 1
 
 
-app = new_app(
-    "medarc_submit", "Submit a run to Kubernetes, Ray or SageMaker, from a TOML file. For Slurm, take medarc_slurm."
-)
-
-
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    given = _given(SFTConfig, words, options)
-    nodes = options.nodes or sft_nodes_of(given)
-    owned = sft_owned(given, options.gpus or None, nodes)
-    return submit(_request("sft", given, options, owned, nodes=nodes, gpus=options.gpus))
+    return submit(sft_request(words, options))
 
 
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
-    given = _given(RLConfig, words, options)
-    nodes = rl_nodes(
-        given, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
-    )
-    if nodes is None:
-        split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
-        return submit(_request("rl", given, options, split.owned, nodes=1, split=split))
-    return submit(_request("rl", given, options, nodes.owned, nodes=nodes.total))
+    return submit(rl_request(words, options))
 
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
     """Submit an evaluation of a model and its checkpoints."""
+    from prime_rl.configs.eval import OfflineEvalConfig
+
     given = _given(OfflineEvalConfig, words, options)
-    return submit(_request("eval", given, options, {}, nodes=1, gpus=options.gpus))
+    return submit(_request("eval", given, options, gpus=options.gpus, nodes=1))
 
 
 def sagemaker_policy(options: PolicyOptions) -> int:
@@ -121,20 +103,58 @@ def sagemaker_policy(options: PolicyOptions) -> int:
     return print_policies(options)
 
 
-add_command(app, "sft", SftOptions, sft)
-add_command(app, "rl", RlOptions, rl)
-add_command(app, "eval", EvalOptions, evaluate)
+app = new_app(
+    "medarc_submit",
+    "Submit a run to Kubernetes, Ray or SageMaker, from a TOML file. For Slurm, take medarc_slurm, or its options with "
+    "--to slurm.",
+)
+HIDDEN = [field.name for field in fields(SlurmOptions) if field.name != "project_dir"]
+"""Options that `medarc_slurm --help` shows."""
+add_command(app, "sft", SftOptions, sft, hidden=HIDDEN)
+add_command(app, "rl", RlOptions, rl, hidden=HIDDEN)
+add_command(app, "eval", EvalOptions, evaluate, hidden=HIDDEN)
 add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
 
 
+def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
+    from medarc_rl.deployment import sft_nodes_of, sft_owned
+    from prime_rl.configs.sft import SFTConfig
+
+    given = _given(SFTConfig, words, options)
+    # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
+    # that such a config becomes one for a single node.
+    nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(given))
+    owned = sft_owned(given, options.gpus or None, nodes)
+    return _request("sft", given, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
+
+
+def rl_request(words: list[str], options: RlOptions, program: str = "medarc_submit") -> Request:
+    from medarc_rl.deployment import rl_nodes, rl_split
+    from prime_rl.configs.rl import RLConfig
+
+    given = _given(RLConfig, words, options)
+    nodes = rl_nodes(
+        given, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
+    )
+    if nodes is not None:
+        return _request("rl", given, options, program, owned=nodes.owned, nodes=nodes.total)
+    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+    return _request("rl", given, options, program, owned=split.owned, nodes=1, split=split)
+
+
 def _given(root: type[ConfigT], words: list[str], options: SubmitOptions) -> GivenConfig[ConfigT]:
-    """Read the config, after the options were checked. Raises UsageError."""
+    """Read the config, once the options are known to be the back-end's. Raises UsageError."""
+    # Imported here: `--help` reads no config.
+    from medarc_rl.utils import GivenConfig
+
     if faults := list(foreign_options(options)):
         raise UsageError(*faults)
     return GivenConfig.read(root, [*words, *resume_words(options.resume)])
 
 
-def _request(kind: Kind, given: GivenConfig[Any], options: SubmitOptions, owned: OwnedKeys, **shape: Any) -> Request:
+def _request(
+    kind: Kind, given: GivenConfig[Any], options: SubmitOptions, program: str = "medarc_submit", **shape: Any
+) -> Request:
     return Request(
         kind=kind,
         given=given,
@@ -142,8 +162,8 @@ def _request(kind: Kind, given: GivenConfig[Any], options: SubmitOptions, owned:
         name=options.name,
         output_dir=options.output_dir,
         resume=options.resume,
-        owned=owned,
         options=options,
+        program=program,
         **shape,
     )
 
@@ -160,7 +180,7 @@ def foreign_options(options: SubmitOptions) -> Iterator[str]:
 
 
 def submit(request: Request) -> int:
-    """Check, send and record a job. Returns the exit code.
+    """Check, send and record a job, and wait for it if that was asked for. Returns the exit code.
 
     Raises:
         MedarcError: the back-end refuses it.
@@ -168,12 +188,14 @@ def submit(request: Request) -> int:
     options: SubmitOptions = request.options
     chosen = backend(options.to)
     prepared: Prepared = chosen.prepare(request)
-    if options.dry_run:
+    if options.dry_run or prepared.is_dry_run:
         sys.stdout.write(prepared.text if prepared.text.endswith("\n") else f"{prepared.text}\n")
         return 0
     if prepared.run_here is not None:
         return prepared.run_here()
     submitted = chosen.submit(prepared)
+    for line in submitted.lines or [f"submitted to {options.to}: {submitted.id}"]:
+        say(line)
     record = JobRecord(
         name=prepared.name,
         backend=options.to,
@@ -182,15 +204,16 @@ def submit(request: Request) -> int:
         config=request.config,
         output=prepared.output,
         details={**prepared.details, **submitted.details},
-        **circumstances("medarc_submit"),
+        **circumstances(request.program),
     )
-    say(f"submitted to {options.to}: {submitted.id}")
-    is_recorded = record_job(record)
+    is_recorded = submitted.id != "" and record_job(record)
+    if submitted.fault:
+        raise MedarcError(submitted.fault)
     if not options.wait:
         return 0
     if not is_recorded:
         raise MedarcError("--wait needs the job log; the job goes on")
-    from medarc_rl.jobs.command import WaitOptions, wait_for
+    from medarc_rl.medarc_jobs import WaitOptions, wait_for
 
     if prepared.wait_shows_output and (code := _show_output(record)):
         return code
@@ -199,7 +222,7 @@ def submit(request: Request) -> int:
 
 def _show_output(record: JobRecord) -> int:
     """Print the job's output until it has ended. If that fails, waiting goes on without it."""
-    from medarc_rl.jobs.command import INTERRUPTED, LogsOptions, logs
+    from medarc_rl.medarc_jobs import INTERRUPTED, LogsOptions, logs
 
     try:
         return logs(LogsOptions(job=record.key, follow=True))

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from medarc_rl.backends.slurm_jobs import refuse_if_queued
+from medarc_rl.backends.slurm_queue import refuse_if_queued
 from medarc_rl.cli import resume_words, warn
 from medarc_rl.commands.estimating import print_rl_estimate, print_sft_estimate
 from medarc_rl.deployment import (

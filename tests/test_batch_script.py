@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from medarc_rl.backends.containers import Container
-from medarc_rl.backends.launcher import launcher_job
+from medarc_rl.backends.options import SlurmRequest
 from medarc_rl.backends.slurm import (
     BatchJob,
-    SlurmRequest,
+    Container,
     check_dependency,
     header,
+    launcher_job,
     log_file,
     render,
     sbatch_argv,
     sh_quote,
     walltime_s,
 )
-from medarc_rl.errors import HeaderError, UsageError
-from medarc_rl.readiness.software import Unreadable, job_environment
+from medarc_rl.checks.job import Unreadable, job_environment
+from medarc_rl.errors import UsageError
 from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 
@@ -196,7 +196,7 @@ def test_what_the_header_cannot_carry_is_refused(option: str, tmp_path: Path) ->
         "partition": {"request": SlurmRequest(partition="\udcff")},
         "sbatch-arg": {"request": SlurmRequest(sbatch_arg=[f"--comment={evil}"])},
     }
-    with pytest.raises(HeaderError):
+    with pytest.raises(UsageError, match="cannot carry"):
         header(make_job("rl", tmp_path, **changes[option]))
 
 

@@ -21,8 +21,7 @@ from medarc_rl.completion.answers import answers
 from medarc_rl.completion.entry import bash_lines, words_of_line
 from medarc_rl.completion.hooks import LINE_VARIABLE, SHELLS, VARIABLE, hook, install
 from medarc_rl.completion.table import build, cache_file
-from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import JobRecord, circumstances
+from medarc_rl.jobs.log import JobLog, JobRecord, circumstances
 
 BIN = Path(sys.executable).parent
 

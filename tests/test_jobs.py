@@ -15,11 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs
-from medarc_rl.backends import registry
+from medarc_rl.backends import protocol
 from medarc_rl.errors import MedarcError
 from medarc_rl.jobs.following import follow_file
-from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import JobRecord, Status, circumstances
+from medarc_rl.jobs.log import JobLog, JobRecord, Status, circumstances
 from medarc_rl.jobs.redaction import HIDDEN, redacted, redacted_argv
 
 
@@ -50,7 +49,7 @@ class Told:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> JobLog:
     Told.statuses, Told.cancelled = iter(()), []
-    monkeypatch.setitem(registry._CLASSES, "told", f"{__name__}:Told")
+    monkeypatch.setitem(protocol._CLASSES, "told", f"{__name__}:Told")
     return JobLog.of_user()
 
 
@@ -129,7 +128,7 @@ def test_a_log_that_is_no_file_is_one_line(tmp_path: Path) -> None:
 
 def test_submissions_at_once_all_arrive(log: JobLog) -> None:
     code = (
-        "from medarc_rl.jobs.log import JobLog\nfrom medarc_rl.jobs.record import JobRecord, circumstances\n"
+        "from medarc_rl.jobs.log import JobLog, JobRecord, circumstances\n"
         "for n in range(10):\n"
         "    JobLog.of_user().save(JobRecord(name='n', backend='ray', id=str(n), kind='sft', config='', output='',"
         " **circumstances('x')))"

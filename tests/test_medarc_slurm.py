@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from medarc_rl import medarc_slurm
+from medarc_rl import medarc_slurm, medarc_submit
 from medarc_rl.utils import maybe_autoset_auth_env
 from prime_rl.run.lock import run_lock
 
@@ -55,6 +55,19 @@ def test_a_submission_calls_sbatch_as_the_dry_run_says(stand_ins, rl_toml: Path,
     (call,) = stand_ins.calls
     assert call["argv"][1:] == shlex.split(said)[1:]
     assert result.stdout.splitlines()[-3:-1] == ["Submitted batch job 42", f"log: {out}/slurm/job_42.log"]
+
+
+def test_medarc_submit_to_slurm_is_the_same_submission(stand_ins, rl_toml: Path, tmp_path: Path) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 42")
+    out = tmp_path / "out"
+    words = ("--no-check", str(rl_toml), "--output-dir", str(out), "--time", "90", "--infer-gpus", "2")
+    run("rl", *words[1:], "--job-name", "mine")
+    script = (out / "rl.sh").read_text()
+    again = CliRunner().invoke(medarc_submit.app, ["rl", "--to", "slurm", "--name", "mine", *words])
+    assert (again.exit_code, (out / "rl.sh").read_text()) == (0, script), again.output
+    assert "Submitted batch job 42" in again.stdout
+    refused = CliRunner().invoke(medarc_submit.app, ["eval", "--to", "slurm"])
+    assert (refused.exit_code, refused.stderr.startswith("error: --to slurm: takes sft and rl")) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from medarc_rl.backends.ray.agents import shortage
-from medarc_rl.backends.ray.listeners import open_listeners
-from medarc_rl.backends.ray.own_job import STOPS_ITSELF
+from medarc_rl.backends.ray.cluster import open_listeners, shortage
+from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from prime_rl.utils.scratch import scratch_directory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +48,7 @@ seq_len = 64
 CLUSTER = """
 import os, sys
 from pathlib import Path
-from medarc_rl.backends.ray.connecting import _keep_to_this_user
+from medarc_rl.backends.ray.cluster import _keep_to_this_user
 
 _keep_to_this_user(os.environ, Path(sys.argv[1]))
 from ray.cluster_utils import Cluster
@@ -270,8 +269,8 @@ def test_two_nodes_of_the_cluster_train_together(cluster: RayNodes, sft: Path, t
 
 PLACING = """
 import sys
-from medarc_rl.backends.ray.agents import placed
-from medarc_rl.backends.ray.connecting import connected
+from medarc_rl.backends.ray.cluster import placed
+from medarc_rl.backends.ray.cluster import connected
 
 with connected(sys.argv[1]), placed([{"CPU": 1, "GPU": 1}] * 2, sys.argv[2]):
     from ray.util import placement_group_table

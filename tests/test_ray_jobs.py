@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_submit
-from medarc_rl.backends.ray.connecting import _end_if_asked
-from medarc_rl.backends.ray.demands import gpus_of
+from medarc_rl.backends.ray.backend import RayJobs, RayPrepared
+from medarc_rl.backends.ray.cluster import _end_if_asked
 from medarc_rl.backends.ray.driver import _options
-from medarc_rl.backends.ray.ray_jobs import RayJobs, RayPrepared
+from medarc_rl.deployment import gpus_of_nodes
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.record import JobRecord, Status, circumstances
+from medarc_rl.jobs.log import JobRecord, Status, circumstances
 from medarc_rl.utils import GivenConfig, load_run
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost
@@ -48,7 +48,7 @@ def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) 
     (tmp_path / "sft.toml").write_text(SFT + EVAL)
     given = GivenConfig.read(SFTConfig, [str(tmp_path / "sft.toml")])
     config = load_run(given, "sft", tmp_path, {"deployment.num_gpus": 2}).config
-    assert gpus_of(config, single_gpu=False) == [3]
+    assert gpus_of_nodes(config, single_gpu=False) == [3]
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")

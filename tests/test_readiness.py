@@ -15,17 +15,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_slurm
-from medarc_rl.backends.containers import Container
-from medarc_rl.backends.launcher import launcher_job
-from medarc_rl.backends.slurm import BatchJob, SlurmRequest
+from medarc_rl.backends.options import SlurmRequest
+from medarc_rl.backends.slurm import BatchJob, Container, launcher_job
+from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
+from medarc_rl.checks.hub import HubAccess
+from medarc_rl.checks.job import Unreadable, job_environment, software_rows, storage_rows, token_rows
+from medarc_rl.checks.rows import Row, State, failed, ok, table
 from medarc_rl.external import NoAnswer, ask
-from medarc_rl.readiness.cluster import cluster_rows
-from medarc_rl.readiness.hub import HubAccess
-from medarc_rl.readiness.memory import gpu_of_type, memory_row, offered_gpu
-from medarc_rl.readiness.rows import Row, State, failed, ok, table
-from medarc_rl.readiness.software import Unreadable, job_environment, software_rows
-from medarc_rl.readiness.storage import storage_rows
-from medarc_rl.readiness.tokens import token_rows
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.job import Resources

@@ -80,4 +80,4 @@ def test_a_browser_searches_the_site_from_files_without_a_server(site: Path, tmp
         [*browser, "--virtual-time-budget=10000", "--dump-dom", address], capture_output=True, text=True, check=True
     )
     assert re.search(r"\d+ matching documents?", shown.stdout)
-    assert "architecture.html" in shown.stdout
+    assert "rl.html" in shown.stdout

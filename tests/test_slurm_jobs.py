@@ -14,9 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_slurm
-from medarc_rl.backends.slurm_jobs import accounted, status_of
-from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import Status
+from medarc_rl.backends.slurm_queue import accounted, status_of
+from medarc_rl.jobs.log import JobLog, Status
 
 BIN = Path(sys.executable).parent
 

@@ -1,32 +1,54 @@
-"""Decides the values of a Slurm batch script, which the templates print.
+"""The Slurm back-end: plans a batch job, checks it, writes its config and script, and submits it.
 
-A script mixes three syntaxes. The body is bash (`sh_quote`). sbatch reads the header, and understands `"` and `\\` but
-no other shell syntax (`header_word`). The name of the log is a `%` pattern (`log_pattern`).
+The script wraps one launcher, which plans the run's processes on the node. It mixes three syntaxes. The body is bash
+(`sh_quote`). sbatch reads the header, and understands `"` and `\\` but no other shell syntax (`header_word`). The name
+of the log is a `%` pattern (`log_pattern`). Templates in `slurm_templates` print the values and decide nothing.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from typer import Option
-
-from medarc_rl.backends.containers import Container
-from medarc_rl.backends.launcher import CONFIGS
-from medarc_rl.cli import NODE_GPUS
-from medarc_rl.errors import HeaderError, UsageError
-from prime_rl.launch.job import Job
+from medarc_rl.backends.options import (
+    MAX_REQUEUES,
+    NODE_GPUS,
+    RUNTIMES,
+    SHORTEST_TIME_WITH_LEAD_S,
+    STOP_LEAD_S,
+    Runtime,
+    SlurmOptions,
+    SlurmRequest,
+)
+from medarc_rl.backends.protocol import CONFIGS, LAUNCHERS, Prepared, Request, Submitted
+from medarc_rl.backends.slurm_queue import LOG, SlurmQueue
+from medarc_rl.cli import say, warn
+from medarc_rl.deployment import advice, check_rl, gpus_of_nodes
+from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.utils import (
+    Run,
+    check_startable,
+    maybe_autoset_auth_env,
+    prepare_directory,
+    reporting_directory_errors,
+    write_components,
+)
+from prime_rl.configs.shared import SlurmConfig
+from prime_rl.launch.job import Job, Resources
+from prime_rl.launch.spec import ProcessSpec
+from prime_rl.run.access import files_readable_by
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
-
-STOP_LEAD_S = 120
-"""Seconds before its time limit at which a job is asked to save and stop, unless `--signal-before` says otherwise."""
-MAX_REQUEUES = 20
-_SHORTEST_TIME_WITH_LEAD_S = 10 * STOP_LEAD_S
+from prime_rl.utils.files import replacing_file
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _PLAIN_HEADER = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
@@ -45,58 +67,53 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--requeue": ("REQUEUE", "NO_REQUEUE"),
     "--time": ("TIMELIMIT",),
 }
-"""Variables of sbatch, without `SBATCH_`, that are named otherwise than their option, or contradict it."""
+"""Variables of sbatch, without `SBATCH_`, that have another name than their option, or contradict it."""
 _OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
+"""Variables of the job that this process may be part of, which must not reach the new one."""
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
 OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
+"""sbatch's answer, also with `--parsable`. A cluster may print lines before it, for example about a budget."""
+_ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmRequest:
-    """Options for Slurm, apart from GPUs, on the command line and in the script's header.
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image with Python and this package installed."""
 
-    None prints nothing and leaves the choice to the cluster.
-    """
+    image: str
+    """A file, or what the runtime pulls, such as `docker://...` or `nvcr.io#...`."""
+    runtime: Runtime = "apptainer"
+    mounts: tuple[str, ...] = ()
+    """More directories, as `SOURCE` or `SOURCE:TARGET`."""
 
-    account: Annotated[str | None, Option(envvar=["SBATCH_ACCOUNT", "SLURM_ACCOUNT"], help="Account to charge.")] = None
-    time: Annotated[str | None, Option(help="Time limit, as in 90 (minutes), 2:30:00 or 1-12 (days-hours).")] = None
-    partition: Annotated[str | None, Option(help="Partition.")] = None
-    qos: Annotated[str | None, Option(help="Quality of service.")] = None
-    mem: Annotated[str | None, Option(help="Memory of the node, as in 200G.")] = None
-    constraint: Annotated[str | None, Option(help="Features that the node must have.")] = None
-    nodelist: Annotated[str | None, Option(help="Run on one of these nodes.")] = None
-    exclude: Annotated[str | None, Option(help="Do not run on these nodes.")] = None
-    dependency: Annotated[
-        str | None, Option(help="Start after other jobs, as in afterany:123. --resume auto continues what they saved.")
-    ] = None
-    requeue: Annotated[
-        bool,
-        Option(
-            "--requeue", help="Save before the time limit, requeue the job and continue, until the run is complete."
-        ),
-    ] = False
-    max_requeues: Annotated[
-        int, Option(min=1, max=1000, help="How often the job starts again, for whatever reason, before it ends itself.")
-    ] = MAX_REQUEUES
-    signal_before: Annotated[
-        int | None,
-        Option(
-            min=30,
-            max=65535,
-            help="Seconds before the time limit at which the run saves and stops: longer than a step and a save. "
-            f"By default {STOP_LEAD_S}, without --requeue from {_SHORTEST_TIME_WITH_LEAD_S // 60} minutes on.",
-        ),
-    ] = None
-    # Last in the header, so that it wins over all others.
-    sbatch_arg: Annotated[
-        list[str], Option(help="Any other option of sbatch, as in --sbatch-arg=--requeue; may be repeated.")
-    ] = field(default_factory=list)
+    def wrap(self, argv: Sequence[str], directory: Path, mounts: Sequence[Path]) -> tuple[str, ...]:
+        """The command that runs `argv` in the container, in `directory`, with these directories in their own places.
 
-    def __post_init__(self) -> None:
-        """Raises UsageError for an option that would have no effect."""
-        if self.max_requeues != MAX_REQUEUES and not self.requeue:
-            raise UsageError(f"--max-requeues {self.max_requeues} has an effect only with --requeue: add it")
+        Raises:
+            UsageError: the runtime's notation cannot hold the name of a directory.
+        """
+        if self.image.startswith("-"):
+            raise UsageError(f"--container {self.image!r}: name an image")
+        mapped = [*(_itself(path) for path in dict.fromkeys(mounts)), *self.mounts]
+        if self.runtime == "pyxis":
+            return (
+                "srun",
+                "--ntasks=1",
+                f"--container-image={self.image}",
+                f"--container-mounts={','.join(mapped)}",
+                f"--container-workdir={directory}",
+                *argv,
+            )
+        binds = (word for mount in mapped for word in ("--bind", mount))
+        return ("apptainer", "exec", "--nv", *binds, "--pwd", str(directory), self.image, *argv)
+
+
+def _itself(path: Path) -> str:
+    if set(str(path)) & set(":,"):
+        raise UsageError(f"{path}: containers cannot mount a directory with ':' or ',' in its name")
+    return f"{path}:{path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +135,7 @@ class BatchJob:
     container: Container | None = None
     """The image that the launcher runs in. None uses the project's `.venv`."""
     queued: RunPaths | None = None
-    """Where script and config of a job are that waits for another one of the same run. None: in the run's directory."""
+    """Directory of the script and config of a job that waits for another one of the same run. None: the run's own."""
     template: Path | None = None
     """The user's own template of the script. None takes ours."""
     infer_nodes: int = 0
@@ -126,7 +143,9 @@ class BatchJob:
     request: SlurmRequest = field(default_factory=SlurmRequest)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a job that could not continue after a requeue, or not start."""
+        """Raises UsageError for a job that could not start, or not continue after a requeue."""
+        if self.request.max_requeues != MAX_REQUEUES and not self.request.requeue:
+            raise UsageError(f"--max-requeues {self.request.max_requeues} has an effect only with --requeue: add it")
         if self.request.requeue and not self.checkpoints:
             raise UsageError("--requeue needs checkpoints to continue from: add a [ckpt] table, or --ckpt.interval N")
         if self.request.requeue and self.container is not None:
@@ -155,7 +174,7 @@ class BatchJob:
 
     @property
     def gpus(self) -> int:
-        """Of each node."""
+        """Number of GPUs of each node."""
         return self.job.resources.gpus_per_node
 
     @property
@@ -171,86 +190,299 @@ class BatchJob:
         return self.container.wrap(argv, self.project_dir, (self.project_dir, self.paths.root, self.hf_cache_dir))
 
 
-def sh_quote(value: object) -> str:
-    """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
-    text = str(value)
-    if not _CONTROL.search(text):
-        return shlex.quote(text)
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped) + "'"
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatchJob(Prepared):
+    """A job whose config and script are written."""
+
+    job: BatchJob
+    run: Run[Any]
+    env: Mapping[str, str]
+    """The environment to submit with, perhaps with the user's token of the hub."""
 
 
-def header_word(option: str, value: str) -> str:
-    """`option=value` as sbatch reads it from a script's header.
+class Slurm(SlurmQueue):
+    """Implements `Backend`."""
 
-    Raises:
-        HeaderError: the header cannot contain the value, for example because of a line break.
-    """
-    return f"{option}={_header_quote(option, value)}"
+    def prepare(self, request: Request) -> PreparedBatchJob:
+        """Check the run and the cluster, then write config and script. A dry run asks no cluster and writes them, too.
 
-
-def _header_quote(option: str, value: str) -> str:
-    if _CONTROL.search(value) or not _is_utf8(value):
-        raise HeaderError(option, value)
-    if _PLAIN_HEADER.fullmatch(value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def log_pattern(paths: RunPaths) -> str:
-    """Where Slurm writes a job's output, in the pattern language of `sbatch --output`.
-
-    A backslash anywhere in the pattern disables `%` signs; then all jobs append to one file.
-    """
-    if "\\" in str(paths.slurm):
-        return str(log_file(paths, "")).replace("\\", "\\\\")
-    return str(paths.slurm).replace("%", "%%") + "/job_%j.log"
-
-
-def log_file(paths: RunPaths, job_id: str) -> Path:
-    """The file that `log_pattern` means for one job."""
-    return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
-
-
-def check_dependency(text: str) -> None:
-    """Refuse a dependency that Slurm does not read. It would say so only at the submission, in its own words.
-
-    Raises:
-        UsageError: `text` has another form than `sbatch --dependency`.
-    """
-    if _DEPENDENCY.fullmatch(text) is None:
-        raise UsageError(
-            f"--dependency '{one_line(text)}': write a condition and numbers of jobs, as afterany:123 or "
-            "afterok:123:124,singleton; conditions: after, afterok, afternotok, afterany, aftercorr, singleton"
+        Raises:
+            MedarcError: something that the job needs is not there.
+        """
+        options: SlurmOptions = request.options
+        job, run = plan(request)
+        dry_run = request.options.dry_run or run.config.dry_run
+        with files_readable_by(run.config.file_access):
+            check_startable(run, dry_run, job.project_dir, waits=job.queued is not None)
+            env = dict(os.environ)
+            for line in maybe_autoset_auth_env(env, options.auto_auth and not dry_run):
+                say(line)
+            if options.check and not dry_run and not passes_checks(job, run, env):
+                raise MedarcError("nothing was submitted: see FAILED above, or submit all the same with --no-check")
+            write_job(job, run, dry_run)
+        return PreparedBatchJob(
+            name=job.name,
+            output=str(job.paths.root),
+            text=" ".join(map(sh_quote, sbatch_argv(job))),
+            is_dry_run=dry_run,
+            job=job,
+            run=run,
+            env=env,
         )
 
+    def submit(self, prepared: PreparedBatchJob) -> Submitted:
+        """Call sbatch.
 
-def walltime_s(text: str) -> int:
-    """Seconds of a time limit as Slurm writes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. 0 is no limit.
+        Raises:
+            MedarcError: there is no `sbatch`, or it refuses the script.
+        """
+        job = prepared.job
+        stays = f"nothing was submitted; the script stays: {job.script}"
+        argv, env = sbatch_argv(job), sbatch_env(prepared.env, job)
+        try:
+            # Slurm gives the job this process's umask.
+            with files_readable_by(prepared.run.config.file_access):
+                answer = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            complaint = "not found: submit where Slurm is, or run here with medarc_train" if absent else error.strerror
+            raise MedarcError(f"sbatch: {complaint}", stays) from error
+        said, complained = (answer.stdout or "").strip(), (answer.stderr or "").strip()
+        found = _SUBMITTED.search(said)
+        if answer.returncode != 0 and found is None:
+            raise MedarcError(*(complained.splitlines() or [f"sbatch ended with exit code {answer.returncode}"]), stays)
+        for line in complained.splitlines():
+            warn(line)
+        if found is None:
+            warn("sbatch did not say the number of the job, so it is not in the job log")
+            return Submitted("", lines=[said])
+        log, fault = log_file(job.paths, found[1]), ""
+        if answer.returncode != 0:  # with `--sbatch-arg=--wait`: the job was queued, and has ended
+            fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
+        return Submitted(found[1], {LOG: str(log)}, [said, f"log: {log}"], fault)
+
+
+# Planning: from the request to a batch job, as a value.
+
+
+def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
+    """Load the config and decide everything that the script contains. Writes nothing.
 
     Raises:
-        UsageError: `text` has another form.
+        UsageError: one line for each fault.
     """
-    if text.upper() in ("INFINITE", "UNLIMITED"):
-        return 0
-    match = _WALLTIME.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--time {text!r}: write minutes, hours:minutes:seconds or days-hours, as 90, 2:30:00 or 1-12")
-    clock = [int(part) for part in match["clock"].split(":")]
-    if match["days"] is not None:
-        hours, minutes, seconds = [*clock, 0, 0][:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    hours, minutes, seconds = {1: [0, *clock, 0], 2: [0, *clock], 3: clock}[len(clock)]
-    return hours * 3600 + minutes * 60 + seconds
+    if request.kind == "eval":
+        raise UsageError("--to slurm: takes sft and rl; run an evaluation with `medarc_train eval` in a job of yours")
+    if request.gpus == 0:
+        raise UsageError("--gpus 0: a Slurm job asks for GPUs, also on a node that computes on CPUs; leave it out")
+    output_dir = None if request.output_dir is None else Path(request.output_dir)
+    run = request.load("slurm", output_dir, submits=True)
+    if request.kind == "rl":
+        check_rl(run.config, request.split)
+        for line in [] if request.split is None else advice(run.config, request.split):
+            warn(line)
+    options, template = with_slurm_section(request.options, request.name, run.config.slurm)
+    project_dir = options.project_dir.absolute()
+    if not project_dir.is_dir():
+        raise UsageError(f"--project-dir {project_dir}: no such directory")
+    if options.setup is not None and not options.setup.is_file():
+        raise UsageError(f"--setup {options.setup}: no such file")
+    if options.dependency is not None:
+        check_dependency(options.dependency)
+        if run.config.clean_output_dir:
+            raise UsageError(
+                "--clean-output-dir would remove the files of the run that --dependency waits for: leave it out"
+            )
+    queued = next_queued(run.paths) if options.dependency is not None else None
+    hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
+    gpus, deployment = gpus_of_nodes(run.config, request.single_gpu), run.config.deployment
+    job = BatchJob(
+        # All nodes of a job have the same number of GPUs.
+        job=launcher_job(request.kind, run.paths, Resources(len(gpus), gpus[0]), queued),
+        name=options.job_name or f"{run.stem}-{request.kind}",
+        cpus_per_gpu=options.cpus_per_gpu,
+        project_dir=project_dir,
+        hf_cache_dir=Path(hf_cache_dir).absolute(),
+        hf_hub_offline=options.hf_hub_offline,
+        single_gpu=request.single_gpu,
+        checkpoints=bool(run.checkpoints),
+        setup=options.setup.absolute() if options.setup is not None else None,
+        container=container_of(options),
+        queued=queued,
+        template=template,
+        infer_nodes=deployment.num_infer_nodes if request.kind == "rl" and deployment.type == "multi_node" else 0,
+        request=options,
+    )
+    return job, run
+
+
+def with_slurm_section(
+    options: SlurmOptions, name: str | None, section: SlurmConfig | None
+) -> tuple[SlurmOptions, Path | None]:
+    """Fill in options from the environment and `[slurm]`. Also returns the user's template; None takes our own.
+
+    Raises:
+        UsageError: there is no such template.
+    """
+    account = next(filter(None, (options.account, *map(os.environ.get, _ACCOUNT_VARIABLES))), None)
+    options = replace(options, account=account, job_name=options.job_name or name)
+    if section is None:
+        return options, None
+    said = section.model_fields_set
+    template = section.template_path
+    if template is not None and not template.is_file():
+        raise UsageError(f"slurm.template_path {template}: no such file")
+    changes: dict[str, Any] = {
+        "job_name": options.job_name or (section.job_name if "job_name" in said else None),
+        "partition": options.partition or (section.partition if "partition" in said else None),
+        "project_dir": section.project_dir if options.project_dir == Path() else options.project_dir,
+    }
+    return replace(options, **changes), template
+
+
+def container_of(options: SlurmOptions) -> Container | None:
+    """Raises UsageError for a runtime that is not known."""
+    runtime = next((known for known in RUNTIMES if known == options.container_runtime), None)
+    if runtime is None:
+        raise UsageError(f"--container-runtime {options.container_runtime!r}: {' or '.join(RUNTIMES)}")
+    if not options.container:
+        # An empty variable of a shell, as in `--container "$IMAGE"`, is no image.
+        if options.container is not None or options.container_mount:
+            raise UsageError("--container: name an image, or leave it and --container-mount out")
+        return None
+    return Container(options.container, runtime, tuple(options.container_mount))
+
+
+def next_queued(paths: RunPaths) -> RunPaths:
+    """Directory of the script and config of the next job of a chain."""
+    return next(queued for number in itertools.count(1) if not (queued := paths.queued(number)).root.exists())
+
+
+def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: RunPaths | None = None) -> Job:
+    """A job whose only process launches `command` on the first of its nodes. It starts an agent on each.
+
+    Its config is that of the run, or the one in `queued`.
+
+    GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
+    """
+    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
+    launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
+    return Job(command, paths, (launcher,), resources)
+
+
+# Checking, writing and submitting.
+
+
+def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
+    """Print the table of what the job needs. Returns whether all of it is there."""
+    # Imported here: a dry run asks nobody.
+    from medarc_rl.checks.job import can_start, job_rows
+    from medarc_rl.checks.rows import as_table, table
+
+    rows = list(job_rows(run.config, job, env))
+    for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):
+        say(line)
+    return can_start(rows)
+
+
+def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
+    """Write config and script."""
+    script = render(job)
+    if run.config.clean_output_dir and not dry_run:
+        prepare_directory(run)
+    component, place = CONFIGS[job.command], job.queued or run.paths
+    if job.queued is not None:
+        with reporting_directory_errors():
+            # Another submission may have taken the number meanwhile.
+            job.queued.root.mkdir(parents=True)
+    write_components(replace(run, paths=place), {component: run.config}, dry_run)
+    with reporting_directory_errors():
+        run.paths.slurm.mkdir(parents=True, exist_ok=True)
+        with replacing_file(job.script) as scratch:
+            scratch.write_text(script, encoding="utf-8")
+            scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
+    say(f"config: {place.config(component)}")
+    say(f"script: {job.script}")
+
+
+def sbatch_argv(job: BatchJob) -> list[str]:
+    """The command that submits the script. It does not repeat options of the script's header."""
+    pattern = log_pattern(job.paths)
+    log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
+    return ["sbatch", *log, str(job.script)]
+
+
+def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
+    """The environment to submit a job with.
+
+    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
+    a job that this process is part of would pass on: its array, how often it has started and how often it may.
+
+    Raises:
+        UsageError: the environment makes each job an array; or see `header`.
+    """
+    if array := env.get("SBATCH_ARRAY_INX"):
+        raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
+    dropped = set(_OF_A_JOB)
+    for option in (word.partition("=")[0] for word in header(job)):
+        names = _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
+        dropped |= {f"SBATCH_{name}" for name in names}
+    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
+
+
+# The script: its header is sbatch's, its body bash.
+
+
+def render(job: BatchJob) -> str:
+    """The batch script.
+
+    Raises:
+        UsageError: see `header`; or the user's template cannot be rendered.
+    """
+    from jinja2 import FileSystemLoader, PackageLoader, StrictUndefined, TemplateError, TemplateSyntaxError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    own = job.template
+    environment = SandboxedEnvironment(
+        loader=PackageLoader("medarc_rl", "slurm_templates") if own is None else FileSystemLoader(own.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["sh"] = sh_quote
+    name = "job.j2" if own is None else own.name
+    values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
+    try:
+        script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        if own is None:
+            raise
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UsageError(f"slurm.template_path {own}{line}: {one_line(str(error))}") from error
+    if not script.startswith("#!"):
+        raise UsageError(f"slurm.template_path {own}: the script must begin with #!, as in #!/bin/bash")
+    return script
+
+
+def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
+    """The variables of PRIME-RL's templates."""
+    config = (job.queued or job.paths).config(CONFIGS[job.command])
+    return {
+        "config_path": config,
+        "config_dir": config.parent,
+        "job_name": job.name,
+        "project_dir": job.project_dir,
+        "partition": job.request.partition or "",
+        "output_dir": job.paths.root,
+        "orchestrator_output_dir": job.paths.orchestrator.root,
+        "gpus_per_node": job.gpus,
+        "num_nodes": job.nodes,
+        "num_train_nodes": job.nodes - job.infer_nodes,
+        "num_infer_nodes": job.infer_nodes,
+        "num_teacher_nodes": 0,
+    }
 
 
 def header(job: BatchJob) -> list[str]:
@@ -311,84 +543,89 @@ def _warning(request: SlurmRequest) -> Iterator[str]:
     # SIGTERM may also mean that the job is cancelled, which a job must not answer with its requeue.
     if request.requeue:
         yield f"--signal=B:USR2@{lead_s}"
-    elif request.signal_before or (limit_s is not None and limit_s >= _SHORTEST_TIME_WITH_LEAD_S):
+    elif request.signal_before or (limit_s is not None and limit_s >= SHORTEST_TIME_WITH_LEAD_S):
         yield f"--signal=B:TERM@{lead_s}"
 
 
-def render(job: BatchJob) -> str:
-    """The batch script.
+def check_dependency(text: str) -> None:
+    """Refuse a dependency that Slurm cannot parse. Slurm itself would refuse it only at the submission.
 
     Raises:
-        UsageError: see `header`; or the user's template cannot be rendered.
+        UsageError: `text` has another form than `sbatch --dependency`.
     """
-    from jinja2 import FileSystemLoader, PackageLoader, StrictUndefined, TemplateError, TemplateSyntaxError
-    from jinja2.sandbox import SandboxedEnvironment
+    if _DEPENDENCY.fullmatch(text) is None:
+        raise UsageError(
+            f"--dependency '{one_line(text)}': write a condition and numbers of jobs, as afterany:123 or "
+            "afterok:123:124,singleton; conditions: after, afterok, afternotok, afterany, aftercorr, singleton"
+        )
 
-    own = job.template
-    environment = SandboxedEnvironment(
-        loader=PackageLoader("medarc_rl", "slurm_templates") if own is None else FileSystemLoader(own.parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters["sh"] = sh_quote
-    name = "job.j2" if own is None else own.name
-    values = {"job": job, "header": header(job), "no_arrays": NO_ARRAYS}
+
+def walltime_s(text: str) -> int:
+    """Seconds of a time limit as Slurm writes it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`. 0 is no limit.
+
+    Raises:
+        UsageError: `text` has another form.
+    """
+    if text.upper() in ("INFINITE", "UNLIMITED"):
+        return 0
+    match = _WALLTIME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--time {text!r}: write minutes, hours:minutes:seconds or days-hours, as 90, 2:30:00 or 1-12")
+    clock = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = [*clock, 0, 0][:3]
+        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *clock, 0], 2: [0, *clock], 3: clock}[len(clock)]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def log_pattern(paths: RunPaths) -> str:
+    """The path of a job's log, in the pattern language of `sbatch --output`.
+
+    A backslash anywhere in the pattern disables `%` signs; then all jobs append to one file.
+    """
+    if "\\" in str(paths.slurm):
+        return str(log_file(paths, "")).replace("\\", "\\\\")
+    return str(paths.slurm).replace("%", "%%") + "/job_%j.log"
+
+
+def log_file(paths: RunPaths, job_id: str) -> Path:
+    """The file that `log_pattern` means for one job."""
+    return paths.slurm / ("job.log" if "\\" in str(paths.slurm) else f"job_{job_id}.log")
+
+
+def header_word(option: str, value: str) -> str:
+    """`option=value` as sbatch reads it from a script's header.
+
+    Raises:
+        UsageError: the header cannot contain the value, for example because of a line break.
+    """
+    return f"{option}={_header_quote(option, value)}"
+
+
+def _header_quote(option: str, value: str) -> str:
+    if _CONTROL.search(value) or not _is_utf8(value):
+        raise UsageError(
+            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
+        )
+    if _PLAIN_HEADER.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _is_utf8(text: str) -> bool:
     try:
-        script = environment.get_template(name).render(_names_of_prime_rl(job) | values)
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        if own is None:
-            raise
-        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise UsageError(f"slurm.template_path {own}{line}: {one_line(str(error))}") from error
-    if not script.startswith("#!"):
-        raise UsageError(f"slurm.template_path {own}: the script must begin with #!, as in #!/bin/bash")
-    return script
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _names_of_prime_rl(job: BatchJob) -> dict[str, object]:
-    """The variables of PRIME-RL's templates."""
-    config = (job.queued or job.paths).config(CONFIGS[job.command])
-    return {
-        "config_path": config,
-        "config_dir": config.parent,
-        "job_name": job.name,
-        "project_dir": job.project_dir,
-        "partition": job.request.partition or "",
-        "output_dir": job.paths.root,
-        "orchestrator_output_dir": job.paths.orchestrator.root,
-        "gpus_per_node": job.gpus,
-        "num_nodes": job.nodes,
-        "num_train_nodes": job.nodes - job.infer_nodes,
-        "num_infer_nodes": job.infer_nodes,
-        "num_teacher_nodes": 0,
-    }
-
-
-def sbatch_argv(job: BatchJob) -> list[str]:
-    """The command that submits the script. It does not repeat options of the script's header."""
-    pattern = log_pattern(job.paths)
-    log = [f"--output={pattern}", f"--error={pattern}"] if _CONTROL.search(pattern) else []
-    return ["sbatch", *log, str(job.script)]
-
-
-def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
-    """The environment to submit a job with.
-
-    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
-    a job that this process is part of would pass on: its array, how often it has started and how often it may.
-
-    Raises:
-        UsageError: the environment makes each job an array; or see `header`.
-    """
-    if array := env.get("SBATCH_ARRAY_INX"):
-        raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
-    options = [option.partition("=")[0] for option in header(job)]
-    dropped = {f"SBATCH_{name}" for option in options for name in _variables(option)} | _OF_A_JOB
-    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
-
-
-def _variables(option: str) -> tuple[str, ...]:
-    return _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
+def sh_quote(value: object) -> str:
+    """Quote `value` as one bash word on one line. Control characters are escaped: sbatch refuses carriage returns."""
+    text = str(value)
+    if not _CONTROL.search(text):
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped) + "'"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typer import Option
 
-from medarc_rl.cli import NODE_GPUS, Resume, warn
+from medarc_rl.backends.options import NODE_GPUS
+from medarc_rl.cli import Resume, warn
 from medarc_rl.commands.estimating import EstimateOptions
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Reads a job's log file, and what is added to it until the job has ended."""
+"""Reads a job's log file, and follows it until the job has ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from medarc_rl.errors import MedarcError
+from medarc_rl.jobs.log import Status
 
 LOOK_EVERY_S = 0.5
 ASK_EVERY = 6
@@ -18,10 +19,22 @@ _LONGEST_LINE_BYTES = 1 << 20
 """A longer line is cut into several."""
 
 
+def log_lines(log: Path, follow: bool, status: Callable[[], Status]) -> Iterator[str]:
+    """The lines of a job's log file. Following ends when the job does.
+
+    Raises:
+        MedarcError: there is no such file, or it cannot be read.
+    """
+    if not follow and not log.is_file():
+        found = status()
+        raise MedarcError(f"{log}: no log yet: the job is {found.state}{f': {found.detail}' if found.detail else ''}")
+    return follow_file(log, lambda: not follow or not status().goes_on)
+
+
 def follow_file(
     path: Path, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
 ) -> Iterator[str]:
-    """The lines of a file. Once `has_ended` says so, what was written before is read, and the iteration ends.
+    """The lines of a file. Once `has_ended` is true, the iteration ends with the lines that were written before.
 
     The file may not exist yet, and may be replaced by a new one or cut. Raises MedarcError if it cannot be read.
     """

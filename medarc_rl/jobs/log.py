@@ -2,22 +2,146 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
+import secrets
+import socket
 import stat
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Literal, get_args
 
+from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.record import JobRecord, NotARecord
+from medarc_rl.jobs.redaction import redacted_argv
 from prime_rl.utils.files import naming
 from prime_rl.utils.private import NotPrivate, home_directory, private_directory
 
+State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
+STATES: tuple[State, ...] = get_args(State)
+FORMAT = 1
+"""Changes when a record's layout does."""
 LAST = "last"
 """Names the newest job."""
 _ENDING = ".json"
 _MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a job, from its back-end."""
+
+    state: State
+    detail: str = ""
+    """One line: why it waits, where it runs, or why it ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def goes_on(self) -> bool:
+        """Neither ended nor unknown: more output may come."""
+        return self.state in ("queued", "running")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """One job. It holds no secret: the command line is redacted."""
+
+    key: str
+    """Its name in the log, short and unique for this user."""
+    name: str
+    backend: str
+    """`slurm`, `ray`, `kubernetes` or `sagemaker`."""
+    id: str
+    """The back-end's id of the job."""
+    kind: str
+    """`sft`, `rl` or `eval`."""
+    config: str
+    """The TOML files, as typed; several are separated by spaces."""
+    output: str
+    """The run's directory, or its s3:// prefix."""
+    argv: Sequence[str]
+    git: Mapping[str, Any] | None = None
+    """Commit of the directory that the job was submitted from, and whether tracked files were changed."""
+    user: str = ""
+    host: str = ""
+    directory: str = ""
+    submitted: str = ""
+    """UTC, as in 2026-11-22T18:00:00+00:00."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Values with which the back-end finds the job again: a namespace, an address, a log file. No secret."""
+    cancelled: str = ""
+    """When the user cancelled it: a back-end may not know it any more then."""
+    ended: Mapping[str, str] | None = None
+    """`state`, `detail` and `seen` of a job that was seen to have ended. Back-ends forget their jobs."""
+
+    @property
+    def last_status(self) -> Status | None:
+        """The job's last state, if it was seen to have ended."""
+        if self.ended is None:
+            return None
+        state: State = next((each for each in STATES if each == self.ended.get("state")), "unknown")
+        return Status(state, str(self.ended.get("detail", "")))
+
+    def with_cancelling(self) -> JobRecord:
+        return replace(self, cancelled=now())
+
+    def with_end(self, status: Status) -> JobRecord:
+        return replace(self, ended={"state": status.state, "detail": status.detail, "seen": now()})
+
+    def to_table(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"format": FORMAT, **asdict(self), "argv": list(self.argv)}
+
+    @classmethod
+    def from_table(cls, table: Any) -> JobRecord:
+        """Raises NotARecord."""
+        if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise NotARecord("no job record of this version")
+        known = {each.name: table[each.name] for each in fields(cls) if each.name in table}
+        texts = ("key", "name", "backend", "id", "kind", "config", "output", "submitted")
+        wrong = [name for name in texts if not isinstance(known.get(name), str)]
+        wrong += [name for name in ("details", "git", "ended") if not isinstance(known.get(name), dict | None)]
+        if not isinstance(known.get("argv"), list):
+            wrong.append("argv")
+        if wrong:
+            raise NotARecord(f"{wrong[0]} is missing or of another type")
+        details = {str(name): str(value) for name, value in (known.get("details") or {}).items()}
+        return cls(**{**known, "details": details})
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def circumstances(program: str) -> dict[str, Any]:
+    """Fields of a record that describe this process: a new key, command line, user, host, directory, time, commit."""
+    from prime_rl.history.machine import git_state
+
+    directory = Path.cwd()
+    return {
+        "key": secrets.token_hex(4),
+        "argv": redacted_argv([program, *sys.argv[1:]]),
+        "user": _user(),
+        "host": socket.gethostname(),
+        "directory": str(directory),
+        "submitted": now(),
+        "git": git_state(directory),
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
 
 
 class JobLog:
@@ -38,7 +162,8 @@ class JobLog:
         # Its name is this process's own, because two may see the end of one job.
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            self._prepare()
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self.directory)
             descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with naming(target), os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as writing:
                 json.dump(record.to_table(), writing, indent=1)
@@ -63,12 +188,8 @@ class JobLog:
         stamp = re.sub(r"[^0-9]", "", record.submitted)[:14]
         return self.directory / f"{stamp}-{record.key}{_ENDING}"
 
-    def _prepare(self) -> None:
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
-        private_directory(self.directory)
-
     def read(self) -> tuple[list[JobRecord], list[str]]:
-        """All records, the newest first, and one line for each file that is none."""
+        """All records, newest first, and one line for each file that is not a record."""
         records, faults = [], []
         try:
             files = sorted(path for path in self.directory.iterdir() if path.suffix == _ENDING)
@@ -93,23 +214,32 @@ class JobLog:
         records, _ = self.read()
         if name == LAST and records:
             return records[0]
-        for fits in (_has_key, _has_id, _has_name):
-            found = next((record for record in records if fits(record, name)), None)
+        # A key is unique and wins over an id, which wins over a name.
+        for field_name in ("key", "id", "name"):
+            found = next((record for record in records if getattr(record, field_name) == name), None)
             if found is not None:
                 return found
         raise UsageError(f"{name!r}: no such job in the job log; `medarc_jobs list` shows names, keys and ids")
 
 
-def _has_key(record: JobRecord, name: str) -> bool:
-    return record.key == name
+def record_job(record: JobRecord) -> bool:
+    """Add a job that was submitted to the job log. If the log cannot be written, print a warning."""
+    try:
+        JobLog.of_user().save(record)
+    except MedarcError as error:
+        warn(f"the job was submitted, but not recorded: {error}")
+        return False
+    say(f"job {record.key}: medarc_jobs status|logs|cancel|wait {record.key}")
+    return True
 
 
-def _has_id(record: JobRecord, name: str) -> bool:
-    return record.id == name
+def config_files(words: Sequence[str]) -> str:
+    """The TOML files among the words of a command line, as typed."""
+    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))
 
 
-def _has_name(record: JobRecord, name: str) -> bool:
-    return record.name == name
+class NotARecord(ValueError):
+    """A file of the job log that is damaged, or another program's. The message is one line."""
 
 
 def _read(file: Path) -> JobRecord:
@@ -138,8 +268,3 @@ def _content(file: Path) -> bytes:
             return reading.read(_MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-
-
-def config_files(words: Sequence[str]) -> str:
-    """The TOML files among the words of a command line, as typed."""
-    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))

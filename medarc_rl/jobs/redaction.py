@@ -13,7 +13,7 @@ _SECRET_NAME = re.compile(
     r"pass|pat|token)(?=$|[._-])",
     re.IGNORECASE,
 )
-"""A name of which a part promises a secret: `api_key`, not `max_tokens` or `keys`."""
+"""Matches a name with a part that means a secret: `api_key`, not `max_tokens` or `keys`."""
 _FLAGS = {"--auto-auth", "--no-auto-auth"}
 """Options that take no value, though their names look like secrets."""
 _REFERENCES = {"--kms-key", "--pull-secret", "--secret", "--secret-env"}
@@ -23,25 +23,25 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|xox[a-z]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|glpat-[\w-]{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
-"""What the tokens of known services look like."""
+"""Matches tokens of known services."""
 _BEARER = re.compile(r"(?<=\bBearer )[^\s\"']+", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:key|secret|sig|signature|token))=[^&\s]+", re.IGNORECASE)
 _SHORTEST = 8
 """Characters of the shortest value of a variable that is looked for in other texts."""
 _SHORTEST_LINE = 16
-"""The same of a line of a value with several, such as a private key."""
+"""Characters of the shortest line that is looked for, of a value with several lines, such as a private key."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the name of an option, key or variable promises a secret."""
+    """Whether the name of an option, key or variable means a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
     """The values of an environment that are secrets, as their names tell, and their lines. The longest comes first."""
     values = [value.strip() for name, value in env.items() if is_secret_name(name)]
-    # Paths such as SSH_AUTH_SOCK are no secrets.
+    # Paths such as SSH_AUTH_SOCK are not secrets.
     found = {value for value in values if len(value) >= _SHORTEST and not value.startswith("/")}
     lines = {line.strip() for value in values if "\n" in value for line in value.splitlines()}
     return sorted(found | {line for line in lines if len(line) >= _SHORTEST_LINE}, key=len, reverse=True)
@@ -57,7 +57,7 @@ def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def redacted_argv(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """The words of a command line. Values of options whose names promise a secret are hidden, too."""
+    """The words of a command line. Values of options whose names mean a secret are hidden, too."""
     return list(_redacted_words(argv, env))
 
 

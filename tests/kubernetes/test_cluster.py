@@ -14,13 +14,11 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_submit
-from medarc_rl.backends.kubernetes.cluster import Kubernetes
+from medarc_rl.backends.kubernetes.backend import Kubernetes, jobset_status, rayjob_status
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
-from medarc_rl.backends.kubernetes.states import jobset_status, rayjob_status
-from medarc_rl.backends.ray.own_job import STOPS_ITSELF
+from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.errors import MedarcError
-from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import JobRecord, Status
+from medarc_rl.jobs.log import JobLog, JobRecord, Status
 from prime_rl.run.beats import Beats, clear_beats
 from prime_rl.run.lock import run_lock
 

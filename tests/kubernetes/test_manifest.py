@@ -15,11 +15,10 @@ from cluster_schemas import JOBSET, RAYJOB
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_submit, medarc_train
-from medarc_rl.backends.kubernetes.cluster import manifest_of, to_yaml
-from medarc_rl.backends.kubernetes.manifest import ClusterJob
-from medarc_rl.backends.kubernetes.names import MAX_JOB_NAME, image_fault, job_name, label_fault
+from medarc_rl.backends.kubernetes.manifest import ClusterJob, manifest_of, to_yaml
+from medarc_rl.backends.kubernetes.request import MAX_JOB_NAME, image_fault, job_name, label_fault
 from medarc_rl.backends.ray import driver
-from medarc_rl.backends.ray.demands import device_of, gpus_of
+from medarc_rl.deployment import device_of, gpus_of_nodes
 from prime_rl.configs.ranges import AUTO
 from prime_rl.configs.rl import RLConfig
 from prime_rl.utils.pydantic_config import load_config, parse_argv_or_exit
@@ -174,7 +173,7 @@ GOOD = {"--image": IMAGE, "--output-claim": "runs"}
         ("--output-claim", None, "a pod's own disk is lost with it: add --output-claim CLAIM"),
         ("--image", None, "--image is missing"),
         ("--image", "medarc/rl", "--image 'medarc/rl': add a tag or a digest, as in medarc/rl:1.0"),
-        ("--image", "Medarc Rl:1", "--image 'Medarc Rl:1' is no image"),
+        ("--image", "Medarc Rl:1", "--image 'Medarc Rl:1' is not an image"),
         ("--name", "My_Run", "--name 'My_Run': 1 to 47 lower-case letters, digits and inner hyphens: write 'my-run'"),
         ("--name", "a" * 48, "--name"),
         ("--namespace", "-x", "--namespace '-x'"),
@@ -267,7 +266,7 @@ def test_a_ray_cluster_has_what_the_driver_asks_for(
     assert given[:2] == ["@", f"/etc/medarc/{kind}.toml"]
     parsed = parse_argv_or_exit(driver.ROOTS[kind], argv=["@", str(mounted), *given[2:]])
     on_gpus = device_of(parsed) != "cpu"
-    assert [count * on_gpus for count in gpus_of(parsed, options.single_gpu)] == [gpus] * pods
+    assert [count * on_gpus for count in gpus_of_nodes(parsed, options.single_gpu)] == [gpus] * pods
     assert (str(parsed.output_dir), parsed.ckpt.resume_step) == ("/output/rt", AUTO)
     assert (parsed.launcher == "ray") == (pods > 1)
 

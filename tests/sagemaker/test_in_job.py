@@ -19,13 +19,18 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 
 from s3_server import Proxy
 
-from medarc_rl.backends.sagemaker.aws_calls import Aws
-from medarc_rl.backends.sagemaker.job.in_job import MODULES, child_env, keep_off_s3, main, write_failure
-from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths
-from medarc_rl.backends.sagemaker.local_container import LocalContainer
-from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
-from medarc_rl.backends.sagemaker.request.secret_references import resolved
-from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
+from medarc_rl.backends.protocol import LAUNCHERS
+from medarc_rl.backends.sagemaker.aws import Aws
+from medarc_rl.backends.sagemaker.docker import LocalContainer
+from medarc_rl.backends.sagemaker.job.in_job import (
+    JobInputs,
+    child_env,
+    keep_off_s3,
+    main,
+    write_failure,
+)
+from medarc_rl.backends.sagemaker.request import JobPlaces, S3Prefix, TrainingJob, resolved
+from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import RunPaths, stable_steps
@@ -209,7 +214,7 @@ def test_a_checkout_runs_its_own_code(tmp_path: Path) -> None:
 def test_the_launchers_exist() -> None:
     import importlib.util
 
-    assert all(importlib.util.find_spec(module) is not None for module in MODULES.values())
+    assert all(importlib.util.find_spec(module) is not None for module in LAUNCHERS.values())
 
 
 def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:
@@ -221,7 +226,7 @@ def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:
     parameter = "arn:aws:ssm:us-east-1:123456789012:parameter/medarc/wandb"
     wanted = {"A": plain, "B": f"{table}#token", "C": parameter}
     assert resolved(wanted) == {"A": "s1", "B": "s2", "C": "s3"}
-    with pytest.raises(MedarcError, match="no JSON object with the key 'nope'") as refused:
+    with pytest.raises(MedarcError, match="not a JSON object with the key 'nope'") as refused:
         resolved({"B": f"{table}#nope"})
     assert "s2" not in str(refused.value)
     with pytest.raises(MedarcError, match="secret D: ssm:GetParameter: ParameterNotFound"):

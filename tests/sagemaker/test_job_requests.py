@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
 
-from medarc_rl.backends.backend import Request
-from medarc_rl.backends.ray import demands
-from medarc_rl.backends.sagemaker.prepared_training import gpu_faults
-from medarc_rl.backends.sagemaker.request.api_rules import request_faults
-from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
-from medarc_rl.backends.sagemaker.request.instances import gpus_of
-from medarc_rl.backends.sagemaker.request.job_names import name_fault, nearest_name, opaque_name
-from medarc_rl.backends.sagemaker.request.s3_places import JobPlaces, S3Prefix
-from medarc_rl.backends.sagemaker.request.secret_references import references
-from medarc_rl.backends.sagemaker.request.training_request import TrainingJob
+from medarc_rl import deployment
+from medarc_rl.backends.protocol import Request
+from medarc_rl.backends.sagemaker.backend import gpu_faults
+from medarc_rl.backends.sagemaker.request import (
+    FileSystem,
+    JobPlaces,
+    S3Prefix,
+    TrainingJob,
+    gpus_of,
+    name_fault,
+    nearest_name,
+    opaque_name,
+    references,
+    request_faults,
+)
 from medarc_rl.errors import UsageError
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import load_config
@@ -112,7 +117,7 @@ def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
     request = Request(kind="sft", words=(), config="", name=None, output_dir=None, nodes=1)
     (fault,) = gpu_faults(request, config, "ml.g5.2xlarge")
     assert fault.endswith("has 1 GPU, and the run takes 2; take ml.g5.12xlarge")
-    assert demands.gpus_of(config, single_gpu=False) == [2], "on Ray, too"
+    assert deployment.gpus_of_nodes(config, single_gpu=False) == [2], "on Ray, too"
 
 
 REFUSED = {
@@ -137,7 +142,7 @@ REFUSED = {
     "--input data=/tmp/x": "--input data=/tmp/x: write s3://",
     "--input da$ta=s3://bucket/x": "--input 'da\\$ta'",
     "--s3 bucket/runs": "--s3 'bucket/runs': write s3://BUCKET/PREFIX",
-    "--s3 s3://Bucket_A/runs": "no bucket's name",
+    "--s3 s3://Bucket_A/runs": "not a bucket's name",
     "--output-dir /somewhere": "the job's disk is lost",
     "--include ../outside": "--include ../outside",
     "--include missing": "--include missing: no such file",

@@ -24,10 +24,10 @@ from s3_server import Proxy
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
-from medarc_rl.backends.sagemaker.aws_calls import Aws
-from medarc_rl.backends.sagemaker.job.gate import Gate, connect, proof_of, read_line
-from medarc_rl.backends.sagemaker.job.job_inputs import MlPaths
-from medarc_rl.backends.sagemaker.request.file_systems import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.aws import Aws
+from medarc_rl.backends.sagemaker.job.hosts import Gate, connect, proof_of, read_line
+from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.paths import RunPaths, stable_steps
 

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pathspec", reason="pathspec is not installed: `uv sync --extra sagemaker`")
 
-from medarc_rl.backends.sagemaker.source.bundle import pack, packed, unpack
-from medarc_rl.backends.sagemaker.source.local_paths import relocated
-from medarc_rl.backends.sagemaker.source.staging import stage
+from medarc_rl.backends.sagemaker.source_files import pack, packed, relocated, stage, unpack
 from medarc_rl.errors import MedarcError, UsageError
 
 LIMIT_BYTES = 10_000

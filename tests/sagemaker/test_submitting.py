@@ -17,13 +17,11 @@ from s3_server import Fault, Handler, Proxy, reset
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
-from medarc_rl.backends.sagemaker.aws_calls import Aws, AwsError, Patience, calling
-from medarc_rl.backends.sagemaker.images import ImageBuild, build_and_push
-from medarc_rl.backends.sagemaker.job_logs import LOG_GROUP, status_of
-from medarc_rl.backends.sagemaker.training_jobs import SageMaker
+from medarc_rl.backends.sagemaker.aws import Aws, AwsError, Patience, calling
+from medarc_rl.backends.sagemaker.backend import LOG_GROUP, SageMaker, status_of
+from medarc_rl.backends.sagemaker.docker import ImageBuild, build_and_push
 from medarc_rl.errors import MedarcError
-from medarc_rl.jobs.log import JobLog
-from medarc_rl.jobs.record import JobRecord
+from medarc_rl.jobs.log import JobLog, JobRecord
 
 QUICK = Patience(connect_s=60.0, read_s=300.0, attempts=2)
 

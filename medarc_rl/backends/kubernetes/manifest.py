@@ -1,13 +1,15 @@
-"""What is sent to Kubernetes for a job: a ConfigMap and a JobSet, as plain tables. A pure function of the job."""
+"""The objects that are sent to Kubernetes for a job, as plain tables: a ConfigMap with a JobSet or a RayJob."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Table = dict[str, Any]
+import yaml
 
+Table = dict[str, Any]
 CONFIG_DIR = "/etc/medarc"
 OUTPUT_DIR = "/output"
 SCRATCH_DIR = "/scratch"
@@ -20,9 +22,12 @@ GRACE_S = 120
 START_LIMIT_S = 900
 """Seconds until the launcher must hold the run's directory."""
 DOWNLOAD_LIMIT_S = 14_400
-"""The same for a run that first downloads models or data from S3."""
+"""Start limit of a run that first downloads models or data from S3."""
 USAGE_EXIT_CODE = 2
 """Exit code of a run that cannot be done as asked, which would fail in the same way again."""
+DASHBOARD_PORT = 8265
+_LOOK_S = 60
+"""Seconds that the cluster stays after the job, so that its last lines can be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +44,14 @@ class ClusterJob:
     image: str
     nodes: int = 1
     gpus: int = 0
-    """Of each pod."""
+    """Number of GPUs of each pod."""
     gpu_resource: str = "nvidia.com/gpu"
     cpus: str = "8"
     memory: str = "32Gi"
     shm: str = "8Gi"
     claim: str | None = None
     local_output: str = f"{OUTPUT_DIR}/run"
-    """Where the pod has the run's directory, which the probes look at."""
+    """The run's directory in the pod, which the probes read."""
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     secrets: Sequence[str] = ()
@@ -77,6 +82,11 @@ class ClusterJob:
         return {"name": name or self.name, "namespace": self.namespace, "labels": self.labels}
 
 
+def manifest_of(job: ClusterJob, ray: bool) -> list[Table]:
+    """All objects of a job, in the order in which they are made."""
+    return [config_map(job), network_policy(job), rayjob(job)] if ray else [config_map(job), jobset(job)]
+
+
 def config_map(job: ClusterJob) -> Table:
     return {
         "apiVersion": "v1",
@@ -85,6 +95,9 @@ def config_map(job: ClusterJob) -> Table:
         "immutable": True,
         "data": {job.config_file: job.config},
     }
+
+
+# One node: a JobSet.
 
 
 def jobset(job: ClusterJob) -> Table:
@@ -128,8 +141,107 @@ def jobset(job: ClusterJob) -> Table:
     }
 
 
+def probes(job: ClusterJob) -> Table:
+    """Startup: the launcher holds the run. Liveness: it still does. Readiness: all processes have started."""
+
+    def probe(what: str, period_s: int, failures: int) -> Table:
+        command = ["python", "-m", PROBE, what, _literal(job.local_output)]
+        return {
+            "exec": {"command": command},
+            "periodSeconds": period_s,
+            "timeoutSeconds": 20,
+            "failureThreshold": failures,
+        }
+
+    return {
+        "startupProbe": probe("started", 10, job.start_limit_s // 10),
+        "livenessProbe": probe("live", 30, 4),
+        "readinessProbe": probe("ready", 30, 1),
+    }
+
+
+# Several nodes: KubeRay's RayJob, whose driver is that of the Ray back-end.
+
+
+def rayjob(job: ClusterJob) -> Table:
+    """A Ray cluster of `nodes` equal pods, the head among them, and the job that it is made for."""
+    metadata = job.metadata()
+    if job.queue is not None:
+        metadata["labels"] = {**job.labels, "kueue.x-k8s.io/queue-name": job.queue}
+    spec: Table = {
+        # Ray gives this text to a shell.
+        "entrypoint": shlex.join(job.argv),
+        "submissionMode": "K8sJobMode",
+        "backoffLimit": job.retries,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": _LOOK_S,
+        **({} if job.deadline_s is None else {"activeDeadlineSeconds": job.deadline_s}),
+        "submitterPodTemplate": _submitter(job),
+        "rayClusterSpec": {
+            # Pods of the cluster get a token from a Secret that the operator makes.
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": {"rayStartParams": _start(job), "template": _node(job, "ray-head")},
+            "workerGroupSpecs": _workers(job),
+        },
+    }
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
+
+
+def _start(job: ClusterJob) -> dict[str, str]:
+    return {"num-gpus": str(job.gpus)}
+
+
+def _workers(job: ClusterJob) -> list[Table]:
+    count = job.nodes - 1
+    if not count:
+        return []
+    size = {"replicas": count, "minReplicas": count, "maxReplicas": count}
+    return [{"groupName": "nodes", **size, "rayStartParams": _start(job), "template": _node(job, "ray-worker")}]
+
+
+def _node(job: ClusterJob, name: str) -> Table:
+    # KubeRay sets restart policy, command and probes.
+    return pod_template(job, container(job, None, {}, name), restart_policy=None)
+
+
+def _submitter(job: ClusterJob) -> Table:
+    """The pod of `ray job submit`, which needs neither GPUs nor files."""
+    small: Table = {"cpu": "500m", "memory": "1Gi"}
+    main: dict[str, Any] = {
+        "name": "ray-job-submitter",
+        "image": job.image,
+        "resources": {"requests": small, "limits": dict(small)},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    template = pod_template(job, main)
+    del template["spec"]["volumes"]
+    return template
+
+
+def network_policy(job: ClusterJob) -> Table:
+    """Ray trusts everyone who reaches its ports: only pods of the same job do, and KubeRay's operator."""
+    operator = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}, "namespaceSelector": {}}
+    same_job = {"podSelector": {"matchLabels": {JOB_LABEL: job.name}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": job.metadata(),
+        "spec": {
+            "podSelector": {"matchLabels": {JOB_LABEL: job.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [same_job]},
+                {"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]},
+            ],
+        },
+    }
+
+
+# Pods.
+
+
 def pod_template(job: ClusterJob, main: Table, restart_policy: str | None = "Never") -> Table:
-    """A pod that is nobody special: not root, without privileges, without a token of the cluster."""
+    """A pod with the least rights: not root, without privileges, without a token of the cluster."""
     spec: Table = {
         **({} if restart_policy is None else {"restartPolicy": restart_policy}),
         "terminationGracePeriodSeconds": GRACE_S,
@@ -210,20 +322,21 @@ def _volumes(job: ClusterJob) -> list[Table]:
     ]
 
 
-def probes(job: ClusterJob) -> Table:
-    """Startup: the launcher holds the run. Liveness: it still does. Readiness: all processes have started."""
+# YAML.
 
-    def probe(what: str, period_s: int, failures: int) -> Table:
-        command = ["python", "-m", PROBE, what, _literal(job.local_output)]
-        return {
-            "exec": {"command": command},
-            "periodSeconds": period_s,
-            "timeoutSeconds": 20,
-            "failureThreshold": failures,
-        }
 
-    return {
-        "startupProbe": probe("started", 10, job.start_limit_s // 10),
-        "livenessProbe": probe("live", 30, 4),
-        "readinessProbe": probe("ready", 30, 1),
-    }
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such, and repeats a table in place of a reference to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def to_yaml(tables: Sequence[Table]) -> str:
+    return str(yaml.dump_all(tables, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000))

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from medarc_rl.backends.ray.agents import RayCluster, bundles_for, placed
-from medarc_rl.backends.ray.connecting import asks_for_token, connected
-from medarc_rl.backends.ray.demands import device_of, gpus_of
-from medarc_rl.backends.ray.own_job import stop_own_job
+from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF
+from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
+from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal.launched import RecoverConfig
@@ -36,14 +37,12 @@ from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
-LAUNCHERS = {
-    "sft": "medarc_rl.launchers.sft_local",
-    "rl": "medarc_rl.launchers.rl_local",
-    "eval": "prime_rl.entrypoints.eval",
-}
 LAUNCHER = "launcher"
 REFUSED = 2
 """Exit code of a launcher whose run cannot be started as configured."""
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_LIMIT_S = 60.0
+"""Seconds until the signal must have come."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +93,15 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
     try:
         _end_on_signals()
         with connected(options.address):
-            # Ray has set handlers of its own, which exit with the number of the signal.
+            # Ray has replaced the handlers: its own exit with the number of the signal.
             _end_on_signals()
             if options.address is not None and not asks_for_token():
                 _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
-            bundles = bundles_for(gpus_of(config, options.single_gpu), device_of(config))
+            bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for seat in cluster.seats:
-                    _say(f"{seat.name} ({seat.address}): {_gpu_words(seat.gpus)}")
+                    gpus = f"GPU {','.join(seat.gpus)}" if seat.gpus else "no GPU"
+                    _say(f"{seat.name} ({seat.address}): {gpus}")
                 if len(bundles) > 1:
                     return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
@@ -153,10 +153,6 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
     return until_done(start, _say)
 
 
-def _gpu_words(gpus: Sequence[str]) -> str:
-    return f"GPU {','.join(gpus)}" if gpus else "no GPU"
-
-
 def _end_on_signals() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _stop)
@@ -167,7 +163,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 class _End:
-    """How the driver ends."""
+    """The driver's exit code, once it is known."""
 
     code = 1
 
@@ -185,6 +181,38 @@ def _recording_end(file: Path | None) -> Iterator[_End]:
         if file is not None:
             with replacing_file(file) as scratch:
                 scratch.write_text(f"{end.code}\n", encoding="ascii")
+
+
+# KubeRay starts a RayJob again whose Ray job has failed, whatever its exit code; one that was stopped has ended.
+
+
+def stop_own_job() -> None:
+    """Ask Ray to stop this job, and wait for its signal, which ends the process. Returns if it cannot be stopped."""
+    job = submission_id(os.environ)
+    if job is None:
+        sys.stderr.write("warning: --stop-if-refused: this process is in no job of `ray job submit`\n")
+        return
+    import requests
+    from ray.job_submission import JobSubmissionClient
+
+    sys.stderr.write(f"{STOPS_ITSELF}\n")
+    sys.stderr.flush()
+    try:
+        JobSubmissionClient().stop_job(job)
+    except (RuntimeError, ConnectionError, ValueError, requests.RequestException) as error:
+        sys.stderr.write(f"warning: it could not be stopped: {type(error).__name__}: {error}\n")
+        return
+    # The handler of SIGTERM ends the wait.
+    threading.Event().wait(_LIMIT_S)
+
+
+def submission_id(env: Mapping[str, str]) -> str | None:
+    """The job's id of `ray job submit`; None if this process is in no such job."""
+    try:
+        found = json.loads(env[_JOB_VARIABLE])["metadata"]["job_submission_id"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _say(line: str) -> None:

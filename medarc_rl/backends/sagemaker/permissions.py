@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medarc_rl.backends.sagemaker.aws_calls import Aws
-from medarc_rl.backends.sagemaker.request.file_systems import FileSystem
-from medarc_rl.backends.sagemaker.request.s3_places import S3Prefix, input_channels
-from medarc_rl.backends.sagemaker.request.secret_references import is_parameter, references, resource_of
-from medarc_rl.backends.sagemaker.sagemaker_options import PolicyOptions, with_variables
+from medarc_rl.backends.options import PolicyOptions, with_variables
+from medarc_rl.backends.sagemaker.aws import Aws
+from medarc_rl.backends.sagemaker.request import (
+    FileSystem,
+    S3Prefix,
+    input_channels,
+    is_parameter,
+    references,
+    resource_of,
+)
 from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
-from prime_rl.configs.storage import BadS3Name, S3Name
+from prime_rl.configs.storage import BadS3Name
 from prime_rl.storage.staging import WRITTEN_KEYS, s3_names
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.toml_files import read_files
@@ -66,14 +71,15 @@ def print_policies(options: PolicyOptions) -> int:
 
 
 def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
-    """What configs name on S3: their inputs, and the places to which runs are copied.
+    """The S3 prefixes that configs name: inputs, and destinations of copies of runs.
 
     Raises:
         UsageError: a file cannot be read, or S3 has no such names.
     """
     try:
         layers = read_files(files).layers
-        found = {(key in WRITTEN_KEYS, name) for layer in layers for key, name in _leaves(layer.data)}
+        names = [each for layer in layers for each in s3_names(layer.data)]
+        found = {(key.rpartition(".")[2] in WRITTEN_KEYS, name) for key, name in names}
     except ConfigError as error:
         raise UsageError(*error.faults) from error
     except BadS3Name as error:
@@ -88,15 +94,9 @@ def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
     return read, written
 
 
-def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, S3Name]]:
-    """Names on S3 in a table, with the last part of the key of each."""
-    for key, name in s3_names(table):
-        yield key.rpartition(".")[2], name
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rights:
-    """What the policies are about."""
+    """The resources that the policies allow access to."""
 
     role: str
     region: str
@@ -106,7 +106,7 @@ class Rights:
     named: Sequence[S3Prefix] = ()
     """Inputs that configs name: prefixes or single objects."""
     outputs: Sequence[S3Prefix] = ()
-    """Where configs copy runs to."""
+    """Prefixes to which configs copy runs."""
     secrets: Sequence[str] = ()
     """ARNs of secrets and parameters."""
     kms_key: str | None = None
@@ -127,18 +127,11 @@ class Rights:
             "job_role_trust": _document([_trust()]),
         }
 
-    @property
-    def _partition(self) -> str:
-        return self.role.split(":")[1]
-
-    @property
-    def _account(self) -> str:
-        return self.role.split(":")[4]
-
     def _arn(self, service: str, resource: str, region: str | None = None, account: str | None = None) -> str:
+        _, partition, _, _, own_account, *_ = self.role.split(":")
         region = self.region if region is None else region
-        account = self._account if account is None else account
-        return f"arn:{self._partition}:{service}:{region}:{account}:{resource}"
+        account = own_account if account is None else account
+        return f"arn:{partition}:{service}:{region}:{account}:{resource}"
 
     def _objects(self, prefix: S3Prefix) -> str:
         return self._arn("s3", "/".join(part for part in (prefix.bucket, prefix.key, "*") if part), "", "")

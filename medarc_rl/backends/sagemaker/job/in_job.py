@@ -7,7 +7,9 @@ SIGKILL 120 s later.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,21 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-from medarc_rl.backends.sagemaker.job.job_inputs import JobInputs, MlPaths, unpack_source
-from medarc_rl.backends.sagemaker.job.several_hosts import RAY_PORT, Hosts, end
-from medarc_rl.backends.sagemaker.request.secret_references import resolved
+from medarc_rl.backends.protocol import LAUNCHERS, RAY_DRIVER
+from medarc_rl.backends.sagemaker.job.hosts import RAY_PORT, Hosts, end
+from medarc_rl.backends.sagemaker.request import SOURCE_CHANNEL, name_fault, resolved
+from medarc_rl.backends.sagemaker.source_files import CONFIG, MlPaths, sha256_of, unpack
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.storage.cache import CACHE_VARIABLE
 from prime_rl.utils.private import private_directory
 
-MODULES = {
-    "sft": "medarc_rl.launchers.sft_local",
-    "rl": "medarc_rl.launchers.rl_local",
-    "eval": "prime_rl.entrypoints.eval",
-}
-DRIVER = "medarc_rl.backends.ray.driver"
+COMMANDS = ("sft", "rl", "eval")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 STOP_LIMIT_S = 110.0
 """Seconds after SIGTERM at which a run that has not stopped is killed, before SageMaker kills the container."""
@@ -41,7 +40,8 @@ _LOSS_LIMIT_S = 60.0
 _KEPT_LINES = 30
 _FAILURE_CHARS = 1024
 _NOT_COPIED = ("run_default/broadcasts", "run_default/rollouts", "rollouts")
-"""What the run's processes exchange. SageMaker would copy it to S3 in every step, and never delete it there."""
+"""Directories through which the run's processes exchange data. SageMaker would copy them to S3 in every step and never
+delete the copies."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -120,11 +120,11 @@ def driver_argv(inputs: JobInputs, paths: MlPaths, run: Path, address: str) -> t
     kept = () if inputs.upload_to is None else (f"--storage.upload-to={inputs.upload_to}",)
     flags = ("--address", address, "--strategy", "spread")
     words = (inputs.command, "@", str(paths.config), f"--output-dir={run}", *kept)
-    return (sys.executable, "-m", DRIVER, *flags, *words)
+    return (sys.executable, "-m", RAY_DRIVER, *flags, *words)
 
 
 def argv_of(inputs: JobInputs, paths: MlPaths) -> tuple[str, ...]:
-    return (sys.executable, "-m", MODULES[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
+    return (sys.executable, "-m", LAUNCHERS[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
 
 
 def child_env(
@@ -166,6 +166,93 @@ def write_failure(paths: MlPaths, lines: Sequence[str], secrets: Sequence[str]) 
         paths.failure.write_text(plain[:_FAILURE_CHARS] if errors else plain[-_FAILURE_CHARS:], encoding="utf-8")
     except OSError as error:
         sys.stderr.write(f"warning: {paths.failure}: {error.strerror}\n")
+
+
+# Inputs: the files in which SageMaker describes the job to its container, all below /opt/ml.
+
+
+@dataclass(frozen=True, slots=True)
+class JobInputs:
+    """The command to run, and the hosts that run it."""
+
+    command: str
+    source_sha256: str
+    single_gpu: bool
+    secrets: Mapping[str, str]
+    current_host: str
+    hosts: tuple[str, ...]
+    interface: str | None = None
+    """Network interface between the hosts."""
+    shared_run: str | None = None
+    """Name of the run's directory in the shared one. None if the hosts share no directory."""
+    upload_to: str | None = None
+    """With a shared directory: where on S3 the run is kept."""
+
+    @classmethod
+    def read(cls, paths: MlPaths) -> JobInputs:
+        """Raises UsageError: the job was not made by this package, or by another version of it."""
+        given, resources = _table(paths.hyperparameters), _table(paths.resources)
+        command, digest = given.get("command"), given.get("source_sha256")
+        if command not in COMMANDS or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise UsageError(f"{paths.hyperparameters}: not a job of medarc_submit: no command, or no source_sha256")
+        secrets = _parsed(paths.hyperparameters, given.get("secrets", "{}"))
+        hosts = resources.get("hosts")
+        if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+            raise UsageError(f"{paths.resources}: names no hosts")
+        run, interface = given.get("run"), resources.get("network_interface_name")
+        if run is not None and (not isinstance(run, str) or name_fault(run)):
+            raise UsageError(f"{paths.hyperparameters}: not a job of medarc_submit: run is {run!r}")
+        return cls(
+            command=command,
+            source_sha256=digest,
+            single_gpu=given.get("single_gpu") == "1",
+            secrets={str(name): str(reference) for name, reference in secrets.items()},
+            current_host=str(resources.get("current_host", hosts[0])),
+            # Every host gets the same list, in the same order.
+            hosts=tuple(sorted(hosts)),
+            interface=interface if isinstance(interface, str) else None,
+            shared_run=run,
+            upload_to=str(given["upload_to"]) if "upload_to" in given else None,
+        )
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    return _parsed(path, text)
+
+
+def _parsed(path: Path, text: Any) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path}: no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: no JSON object")
+    return found
+
+
+def unpack_source(inputs: JobInputs, paths: MlPaths) -> None:
+    """Check and extract the project's files.
+
+    Raises:
+        MedarcError: they are missing, damaged, or not those that the job was submitted with.
+    """
+    if not paths.archive.is_file():
+        raise UsageError(f"{paths.archive}: missing: the job has no channel {SOURCE_CHANNEL!r}")
+    if (found := sha256_of(paths.archive)) != inputs.source_sha256:
+        raise UsageError(
+            f"{paths.archive}: not the files that were submitted: SHA-256 is {found[:12]}…, not "
+            f"{inputs.source_sha256[:12]}…; submit again"
+        )
+    unpack(paths.archive, paths.code)
+    if not paths.config.is_file():
+        raise UsageError(f"{paths.archive}: holds no {CONFIG}")
+
+
+# The run's launcher, or Ray's driver.
 
 
 @dataclass(slots=True)

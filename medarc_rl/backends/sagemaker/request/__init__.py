@@ -1,1 +1,0 @@
-"""What a training job asks of SageMaker, as values, and the rules for it."""

@@ -1,0 +1,207 @@
+"""Everything that is checked of a batch job before it queues."""
+
+from __future__ import annotations
+
+import netrc
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from medarc_rl.backends.slurm import BatchJob, Container, render
+from medarc_rl.checks.cluster import cluster_rows, memory_row, offered_gpu
+from medarc_rl.checks.hub import HubAccess, hub_rows, trained_model
+from medarc_rl.checks.rows import Row, State, failed, ok, unknown
+from medarc_rl.external import NoAnswer, ask
+from prime_rl.checks.disk import default_hub_cache, existing_parent, forecast_disk, size_of_folder
+from prime_rl.checks.environments import Place, trial_faults
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig, evaluation_of
+
+START_LIMIT_S = 120.0
+"""Seconds for the import of the launcher, which may come from a cold network file system."""
+ENVIRONMENTS_LIMIT_S = 600.0
+"""Seconds to load the environments, which may download their data."""
+SHELL_LIMIT_S = 30.0
+_SOURCED = r"""if grep -q $'\r$' "$1"; then
+  echo 'its lines end as on Windows: run sed -i "s/\r$//" on it' >&2; exit 1
+fi
+bash -n "$1" 2>/dev/null || {
+  echo "bash cannot read it: put quotes around values that contain more than letters and digits" >&2; exit 1
+}
+set -a; source "$1" >/dev/null; env -0"""
+"""Prints the environment after the project's `.env`, as the batch script reads it. The file's name is an argument."""
+WANDB_VARIABLE = "WANDB_API_KEY"
+_WANDB_HOST = "api.wandb.ai"
+
+
+def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each thing that the job needs, in the order in which it would fail without.
+
+    `env` is the environment that the job is submitted with. Nothing is written. Takes seconds; each program that is
+    asked has a time limit.
+    """
+    yield script_row(job)
+    cluster = list(cluster_rows(job))
+    yield from cluster
+    # A controller that has not answered once is not asked again.
+    answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
+    try:
+        job_env = job_environment(job, env)
+    except Unreadable as error:
+        yield failed(".env", f"{job.project_dir}/.env: {error}")
+        return
+    yield from token_rows(config, job_env)
+    start, cache = StartDir.of_job(job.project_dir), job.hf_cache_dir / "hub"
+    access = HubAccess(start, cache, job.hf_hub_offline, job_env, default_hub_cache())
+    yield from hub_rows(config, access)
+    gpu = offered_gpu(job) if answers else None
+    yield memory_row(config, job, gpu, lambda name: str(access.folder(name) or name))
+    yield from storage_rows(config, job.paths.root, access.folder(trained_model(config)))
+    yield from software_rows(config, job, job_env)
+
+
+def can_start(rows: list[Row]) -> bool:
+    return all(row.state is not State.FAILED for row in rows)
+
+
+# The script, and the environment that the job will have.
+
+
+class Unreadable(Exception):
+    """The project's `.env` cannot be sourced."""
+
+
+def script_row(job: BatchJob) -> Row:
+    """Whether bash can read the script."""
+    try:
+        answer = ask(["bash", "-n"], SHELL_LIMIT_S, stdin=render(job))
+    except NoAnswer as error:
+        return failed("batch script", str(error))
+    return (
+        ok("batch script", "renders, and bash reads it")
+        if answer.code == 0
+        else failed("batch script", answer.last_line)
+    )
+
+
+def job_environment(job: BatchJob, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the job gets from `env` and its project's `.env`.
+
+    Raises:
+        Unreadable: bash stops in `.env`.
+    """
+    found = dict(env)
+    dot_env = job.project_dir / ".env"
+    if dot_env.is_file():
+        try:
+            answer = ask(["bash", "-c", _SOURCED, "bash", str(dot_env)], SHELL_LIMIT_S, env, job.project_dir)
+        except NoAnswer as error:
+            raise Unreadable(str(error)) from error
+        if answer.code != 0:
+            raise Unreadable(answer.last_line)
+        found = dict(line.split("=", 1) for line in answer.stdout.split("\0") if "=" in line)
+    return found | {"HF_HOME": str(job.hf_cache_dir), "HF_HUB_OFFLINE": str(int(job.hf_hub_offline))}
+
+
+# Secrets. Only names are shown.
+
+
+def token_rows(config: SFTConfig | RLConfig, env: Mapping[str, str]) -> Iterator[Row]:
+    """`env` is the job's environment."""
+    yield ok("hub token", "HF_TOKEN is set" if env.get("HF_TOKEN") else "no HF_TOKEN: public repositories only")
+    sections = (config.trainer, config.orchestrator) if isinstance(config, RLConfig) else (config,)
+    if any(section.wandb is not None and not section.wandb.offline for section in sections):
+        yield _wandb_row(env)
+    # Variables that the config names for secret headers.
+    headers = config.orchestrator.client.headers_from_env if isinstance(config, RLConfig) else {}
+    for name in headers.values():
+        advice = "export it, or write it to the project's .env"
+        yield ok("secret", f"{name} is set") if env.get(name) else failed("secret", f"{name} is not set: {advice}")
+
+
+def _wandb_row(env: Mapping[str, str]) -> Row:
+    if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return ok("W&B key", f"not needed: WANDB_MODE is {env['WANDB_MODE']}")
+    if env.get(WANDB_VARIABLE):
+        return ok("W&B key", f"{WANDB_VARIABLE} is set")
+    if _has_login():
+        return ok("W&B key", "in ~/.netrc")
+    advice = "export it, run `wandb login`, or set wandb.offline = true"
+    return failed("W&B key", f"{WANDB_VARIABLE} is not set, and ~/.netrc has no login: {advice}")
+
+
+def _has_login() -> bool:
+    try:
+        return netrc.netrc().authenticators(_WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# The run's directory: whether it can be written, and holds what the run will save.
+
+
+def storage_rows(config: SFTConfig | RLConfig, output_dir: Path, model: Path | None) -> Iterator[Row]:
+    """`model` is the folder with the model's weights; None if they are not on this machine."""
+    place = existing_parent(output_dir)
+    try:
+        # A file without a name: it is gone when it is closed, whatever happens.
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"medarc")
+            probe.flush()
+    except OSError as error:
+        yield failed("output folder", f"{output_dir}: {place} cannot be written: {error.strerror}")
+        return
+    yield ok("output folder", f"{output_dir} can be written from here")
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    forecast = forecast_disk(trainer, output_dir, size_of_folder(model))
+    if forecast is None:
+        yield unknown("disk space", "the model's files are not here, so the size of its checkpoints is unknown")
+    else:
+        yield (ok if forecast.fits else failed)("disk space", str(forecast))
+
+
+# Software: the project's `.venv`, and the environments that a run trains on.
+
+
+def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]) -> Iterator[Row]:
+    """`env` is the job's environment."""
+    if job.container is not None:
+        yield _container_row(job.container)
+        return
+    if not (job.project_dir / ".venv" / "bin" / "activate").is_file():
+        advice = "run 'uv sync' there, or name another place with --project-dir"
+        yield failed("project", f"{job.project_dir}/.venv is missing: {advice}")
+        return
+    python = job.project_dir / ".venv" / "bin" / "python"
+    launcher = job.argv[job.argv.index("-m") + 1]
+    try:
+        answer = ask([str(python), "-c", f"import {launcher}"], START_LIMIT_S, env, job.project_dir)
+    except NoAnswer as error:
+        yield failed("project", str(error))
+        return
+    if answer.code != 0:
+        yield failed("project", f"{python} cannot import {launcher}: {answer.last_line}")
+        return
+    yield ok("project", f"{python} imports {launcher}")
+    tried = config.orchestrator if isinstance(config, RLConfig) else evaluation_of(config)
+    if tried is not None:
+        yield from _environment_rows(tried, Place(str(python), env, job.project_dir))
+
+
+def _container_row(container: Container) -> Row:
+    image = Path(container.image)
+    if image.suffix in (".sif", ".sqsh") and not image.is_file():
+        return failed("container", f"{image}: no such file")
+    return unknown("container", f"{container.image}: what it holds shows in the job")
+
+
+def _environment_rows(config: OrchestratorConfig | OfflineEvalConfig, place: Place) -> Iterator[Row]:
+    faults = trial_faults(config, place, ENVIRONMENTS_LIMIT_S)
+    for fault in faults:
+        yield failed("environments", fault)
+    if not faults:
+        names = ", ".join(dict.fromkeys(env.id for env in config.env))
+        yield ok("environments", f"{names}: imported, loaded and examined")
