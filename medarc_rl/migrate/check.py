@@ -13,8 +13,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 from medarc_rl.migrate.draft import Draft, Finding
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, unbuilt_faults
-from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning
+from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
 from prime_rl.utils.pydantic_config.faults import faults_of, locate
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
@@ -64,7 +63,7 @@ def _bases(draft: Draft, file: Path) -> list[Layer]:
     return read_files(file.parent / str(name) for name in named.value).layers
 
 
-def _load(root: type[RootConfig], layers: list[Layer]) -> RootConfig:
+def _load(root: type[BaseSettings], layers: list[Layer]) -> BaseSettings:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return root.model_validate(merge_layers(root, layers))
@@ -82,7 +81,7 @@ def _misfits(draft: Draft, error: ValidationError) -> Iterator[tuple[KeyPath, st
             yield from ((target, fault) for target in targets)
 
 
-def _fault(root: type[RootConfig], detail: ErrorDetails, data: dict[str, Any]) -> str:
+def _fault(root: type[BaseSettings], detail: ErrorDetails, data: dict[str, Any]) -> str:
     """One validation error in words, without the file's name."""
     single = InitErrorDetails(type=detail["type"], loc=detail["loc"], input=detail["input"])
     if "ctx" in detail:
@@ -110,6 +109,6 @@ def _not_built(draft: Draft) -> Iterator[tuple[KeyPath, NotBuilt]]:
                 yield from ((each, entry) for each in draft.placed if each[: len(table)] == table)
 
 
-def _not_built_after_all(config: RootConfig) -> Iterator[Finding]:
+def _not_built_after_all(config: BaseSettings) -> Iterator[Finding]:
     """Unimplemented settings that come from `toml_files` or are derived from others."""
     return (Finding("fault", fault) for fault in unbuilt_faults(config))
