@@ -158,7 +158,7 @@ def mean_difference(directory: Path, samples: list[TrainingSample], tokens_of_ea
         logits = model(tokens[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
         logprobs = (logits / TEMPERATURE).log_softmax(-1)
         scored = logprobs.gather(1, tokens[len(sample.prompt_ids) :, None])[:, 0]
-        differences.append((scored - torch.tensor(sample.completion_logprobs)).abs()[:tokens_of_each])
+        differences.append((scored - torch.tensor(sample.inference_logprobs)).abs()[:tokens_of_each])
     return torch.cat(differences).mean().item()
 
 

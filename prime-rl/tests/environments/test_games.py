@@ -15,7 +15,8 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -62,7 +63,7 @@ def play(environment: Environment, answers: Sequence[str], row: int = 0) -> Roll
                 )
             finally:
                 await server.close()
-                await environment.vf_env.end_host()
+                await environment.worker.env.end_host()
         return rollout
 
     return asyncio.run(run())

@@ -20,7 +20,8 @@ from prime_rl.environments.adapters.games.openenv_client import Answers, OpenEnv
 from prime_rl.environments.adapters.games.turns import GameError, GameFault
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_project
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer

@@ -11,6 +11,8 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.env_servers.in_memory import SessionClient
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -30,12 +32,12 @@ def rollouts(server: Any, size: int, **sampling: Any) -> list[Rollout]:
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "Talk"}], "answer": ""}])
         environment = Chatter(dataset=rows, rubric=vf.Rubric(), max_turns=NUM_TURNS)
         target = InferenceServer(f"{server.client.base_url}/v1", ClientConfig(), server.model)
-        target.use_tokens()
         args = {"temperature": 1.0, "logprobs": True, **sampling}
         args["extra_body"] = {"return_token_ids": True, "top_k": -1, **args.get("extra_body", {})}
         columns = ["trajectory", "sampling_args"]
         group = [environment.get_dataset()[0]] * size
-        outputs = await environment.run_group(group, target.client, target.model, args, state_columns=columns)
+        client = SessionClient(target, EndsOfTurns(), takes_tokens=True)
+        outputs = await environment.run_group(group, client, target.model, args, state_columns=columns)
         await target.close()
         return [read_rollout(output, ExampleRef("chatter", 0), 1.0, 0) for output in outputs]
 
@@ -65,4 +67,4 @@ def assert_exact(reference: Any, sample: Any) -> None:
     """The recorded log-probabilities equal the model's for the sample's own tokens in context."""
     expected = torch.tensor(reference.logprobs(sample.prompt_ids, sample.completion_ids))
     used = torch.tensor(sample.completion_mask)
-    torch.testing.assert_close(torch.tensor(sample.completion_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(sample.inference_logprobs)[used], expected[used], atol=2e-4, rtol=1e-4)

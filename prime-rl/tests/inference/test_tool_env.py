@@ -13,6 +13,8 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.env_servers.in_memory import SessionClient
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -112,11 +114,11 @@ def test_a_streamed_call_adds_up_to_the_call(caller) -> None:
 def rollouts(caller: Any, environment: vf.Environment, size: int) -> list[Rollout]:
     async def run() -> list[Rollout]:
         server = InferenceServer(f"{caller.client.base_url}/v1", ClientConfig(), caller.model)
-        server.use_tokens()
         args = {"temperature": 0, "max_tokens": 200, "logprobs": True, "extra_body": {"return_token_ids": True}}
         rows = [environment.get_dataset()[0]] * size
         columns = ["trajectory", "sampling_args"]
-        outputs = await environment.run_group(rows, server.client, server.model, args, state_columns=columns)
+        client = SessionClient(server, EndsOfTurns(), takes_tokens=True)
+        outputs = await environment.run_group(rows, client, server.model, args, state_columns=columns)
         await server.close()
         return [read_rollout(output, ExampleRef("sums", 0), 0.0, 0) for output in outputs]
 

@@ -214,7 +214,7 @@ def _sample(prompt: list[int], completion: list[int]) -> TrainingSample:
         prompt_mask=[False] * len(prompt),
         completion_ids=completion,
         completion_mask=[True] * count,
-        completion_logprobs=[-1.0] * count,
+        inference_logprobs=[-1.0] * count,
         completion_temperatures=[1.0] * count,
         advantage=1.0 - 0.1 * count,
     )

@@ -500,7 +500,7 @@ def make_turn(prompt: Sequence[int], completion: Sequence[int], logprob: float =
         prompt=Prompt.of(list(prompt)),
         completion_ids=list(completion),
         completion_mask=[True] * len(completion),
-        completion_logprobs=[logprob] * len(completion),
+        inference_logprobs=[logprob] * len(completion),
     )
 
 

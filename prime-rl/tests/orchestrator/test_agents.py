@@ -20,11 +20,11 @@ from prime_rl.environments.agents.datasets import read_dataset
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward, discounted
 from prime_rl.environments.agents.targets import BadTarget, load_target
 from prime_rl.environments.agents.tensors import BadTensors, read_sequences
-from prime_rl.orchestrator.agents.agent_environment import AgentEnvironment
-from prime_rl.orchestrator.agents.agent_process import AgentProcess, agent_guest
-from prime_rl.orchestrator.agents.attempted import rollout_of
-from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.agents.worker import AgentWorker, agent_guest, rollout_of
+from prime_rl.orchestrator.env_servers.environment import Environment, GroupRequest
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
+from prime_rl.orchestrator.guests.process import GuestProcess, RestartingGuest
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
@@ -256,14 +256,15 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
     """What the attempts at a row gave, under other keys if a test says so. One process makes them all."""
     keys = EnvConfig(workflow="my_agents:dispatch", agent_dataset="rows.jsonl", agent_timeout_s=60.0).agent_keys
     rows = read_dataset(keys.dataset)
-    process, proxy = AgentProcess(agent_guest("env[0]", keys.target, {})), RecordingProxy()
+    guest = RestartingGuest(GuestProcess.start(agent_guest("env[0]", keys.target, {})))
+    proxy = RecordingProxy()
     with asyncio.Runner() as runner:
         pool = InferencePool(ClientConfig(base_url=[module_server.url]), "letters")
         runner.run(pool.wait_ready(use_token_client=True))
 
         def attempt(row: dict[str, Any], size: int = 1, retries: int = 0, **changed: Any) -> Attempted:
             changed_keys = dataclasses.replace(keys, **changed)
-            made = AgentEnvironment("dispatch", changed_keys, {"train": rows}, process, proxy)
+            made = Environment("dispatch", AgentWorker("dispatch", changed_keys, {"train": rows}, guest, proxy))
             example = ExampleRef("dispatch", rows.index(row))
             try:
                 return runner.run(made.attempt(example, size, pool.servers[0], ARGS, 5, retries))
@@ -271,7 +272,7 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
                 return error
 
         yield attempt
-        runner.run(AgentEnvironment("dispatch", keys, {"train": rows}, process, proxy).close())
+        runner.run(AgentWorker("dispatch", keys, {"train": rows}, guest, proxy).close())
         runner.run(pool.close())
 
 
@@ -417,14 +418,16 @@ async def test_a_plain_function_that_exceeds_its_time_limit_hangs_until_it_ends(
 async def test_a_workflow_returns_its_own_sequences_each_with_its_reward(in_process) -> None:
     outcome, session = await in_process("my_agents:Tokens", {"text": "abc"})
     keys = EnvConfig(workflow="my_agents:Tokens", agent_dataset="rows.jsonl").agent_keys
-    rollout = rollout_of(session, outcome, keys, ExampleRef("tokens", 0), (0.7, 5), 128)
+    example = ExampleRef("tokens", 0)
+    group = GroupRequest(example, "train", {}, 1, session.server, ARGS, 5, 0, timeout_s=None, vocab_size=128)
+    rollout = rollout_of(session, outcome, keys, group)
     assert (rollout.reward, rollout.call_rewards, rollout.version) == (0.5, [0.0, 1.0], 0)
     short, long = to_samples(rollout)
     assert bytes(short.prompt_ids) == b"user:abc"
     assert bytes(short.completion_ids) == b"abc\x03"
     assert bytes(long.completion_ids) == b"abc\x03\x01\x02abcabc\x03"
     assert long.completion_mask == [True] * 4 + [False] * 2 + [True] * 7
-    assert long.completion_logprobs == [-0.5] * 4 + [0.0] * 2 + [-0.5] * 7
+    assert long.inference_logprobs == [-0.5] * 4 + [0.0] * 2 + [-0.5] * 7
     assert (await in_process("my_agents:Tokens", {"text": "reject"}))[0] == {"is_rejected": True}
 
 

@@ -106,7 +106,7 @@ async def test_a_newcomer_holds_the_current_weights_before_it_gets_work(fleet, a
         assert (newcomer.version, newcomer.adapters) == ((3, {}) if adapter is None else (0, {ADAPTER: 3}))
         server = pool.least_loaded()
         assert {each.model for each in pool.serving} == {adapter or "letters"}
-        assert server.client_config.client_type == "openai_chat_completions_token"
+        assert server.takes_tokens
         assert {request["messages"][0]["content"] for request in newcomer.requests} == {"Hello"}, "probes"
         assert pool.take_metrics() == {
             "elastic/num_servers": 2,

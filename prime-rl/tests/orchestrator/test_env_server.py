@@ -13,7 +13,7 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE, main
-from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool

@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
@@ -40,7 +40,7 @@ async def test_a_group_comes_back_scored_with_tokens_and_the_version_that_made_t
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     (turn,) = rollouts[0].trace.calls
     assert bytes(turn.completion_ids[:-1]) == b"olleh"
-    assert turn.completion_logprobs == [-1.5] * 6
+    assert turn.inference_logprobs == [-1.5] * 6
     assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
     assert rollouts[0].metrics == {"reversed_text": 1.0, "num_turns": 1.0}
     assert rollouts[0].stop_condition == "max_turns_reached"

@@ -17,10 +17,17 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.guest_process import Guest, GuestError, GuestProcess
-from prime_rl.orchestrator.guests.restarting import MAX_ENDS_IN_A_ROW, GuestEnded, RestartingGuest
+from prime_rl.orchestrator.guests.process import (
+    MAX_ENDS_IN_A_ROW,
+    Guest,
+    GuestEnded,
+    GuestError,
+    GuestProcess,
+    RestartingGuest,
+)
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
@@ -154,7 +161,7 @@ def load(python: Path) -> Iterator[Load]:
 
     yield start
     for each in loaded:
-        each._guest.kill()
+        each.worker.guest.kill()
 
 
 async def run_group(
@@ -177,7 +184,7 @@ async def model_at(server: Any) -> AsyncIterator[InferenceServer]:
 
 async def in_flight(environment: Environment, count: int) -> None:
     """Returns once the guest has `count` requests to answer."""
-    while len(environment._process._waiting) < count:
+    while len(environment.worker.guest._process._waiting) < count:
         await asyncio.sleep(0)
 
 
@@ -189,7 +196,7 @@ async def test_a_group_comes_back_scored_with_the_sampled_tokens_and_their_versi
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
     (turn,) = rollouts[0].trace.calls
     assert bytes(turn.completion_ids[:-1]) == b"olleh"
-    assert turn.completion_logprobs == [-1.5] * 6
+    assert turn.inference_logprobs == [-1.5] * 6
     assert (rollouts[0].version, rollouts[0].temperature) == (1, 0.7)
     assert rollouts[0].metrics["reversed_text"] == 1.0
     sent = policy_server.requests[-1]
@@ -230,10 +237,10 @@ async def test_a_process_is_replaced_and_ends_while_other_environments_keep_ever
     async with model_at(policy_server) as model:
         group = asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5))
         await in_flight(environment, 1)
-        os.kill(environment._process._process.pid, signal.SIGKILL)
+        os.kill(environment.worker.guest._process._process.pid, signal.SIGKILL)
         with pytest.raises(GuestEnded, match="ended with code -9"):
             await group
-        described = await environment._guest.ask("describe", split="train")
+        described = await environment.worker.guest.ask("describe", split="train")
         assert described["rows"] == 2
         await environment.close()
 
@@ -252,8 +259,8 @@ async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Pat
 
 async def test_a_process_that_its_code_blocks_is_replaced(load: Load, policy_server) -> None:
     environment = load(args={"kind": "blocks"}, timeout_s=1)
-    environment._guest.blocked_s = 1.0
-    blocked = environment._process
+    environment.worker.guest.blocked_s = 1.0
+    blocked = environment.worker.guest._process
     with pytest.raises(GroupFailed, match=r"it blocks its process: no answer within 1 s"):
         await run_group(environment, policy_server)
     assert blocked._process.returncode is not None
@@ -264,7 +271,7 @@ async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_s
     async with model_at(policy_server) as model:
         groups = [asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5)) for _ in range(3)]
         await in_flight(environment, 3)
-        os.kill(environment._process._process.pid, signal.SIGKILL)
+        os.kill(environment.worker.guest._process._process.pid, signal.SIGKILL)
         ended = await asyncio.gather(*groups, return_exceptions=True)
     assert [type(each) for each in ended] == [GuestEnded] * 3
     assert [each.is_of_environment for each in ended] == [True, False, False]
@@ -283,10 +290,10 @@ async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -
     async with model_at(policy_server) as model:
         group = asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5))
         await in_flight(environment, 1)
-        assert len(environment._proxy.sessions) == 2
+        assert len(environment.worker.proxy.sessions) == 2
         group.cancel()
         await asyncio.gather(group, return_exceptions=True)
-    assert len(environment._proxy.sessions) == 0
+    assert len(environment.worker.proxy.sessions) == 0
 
 
 async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waiting(load: Load, policy_server) -> None:

@@ -18,14 +18,16 @@ from verifiers.types import AssistantMessage, UserMessage
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.env_servers.in_memory import SessionClient
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
-from prime_rl.orchestrator.rollouts.connections import KEEPALIVE_S, Connections
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import CallDetails
+from prime_rl.orchestrator.servers.channel import KEEPALIVE_S, ChatChannel, Connections
 from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
+from prime_rl.orchestrator.servers.server import InferenceServer
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
 PROMPT = [UserMessage(content="abc")]
@@ -35,10 +37,14 @@ def make_pool(*servers, model: str = "letters", adapter: str | None = None, **co
     return InferencePool(ClientConfig(base_url=[server.url for server in servers], **config), model, adapter)
 
 
+def client_of(server: InferenceServer) -> SessionClient:
+    return SessionClient(server, EndsOfTurns(), server.takes_tokens)
+
+
 async def test_a_pool_is_ready_once_its_servers_answer_as_training_needs(policy_server) -> None:
     pool = make_pool(policy_server)
     assert await pool.wait_ready(use_token_client=True) == 0
-    assert pool.servers[0].client_config.client_type == "openai_chat_completions_token"
+    assert pool.servers[0].takes_tokens
     await pool.close()
 
 
@@ -105,7 +111,7 @@ async def test_without_the_token_route_later_turns_travel_as_text(serve, policy_
     plain = type(policy_server)(token_route=False)
     pool = make_pool(serve(plain))
     await pool.wait_ready(use_token_client=True)
-    assert pool.servers[0].client_config.client_type == "openai_chat_completions"
+    assert not pool.servers[0].takes_tokens
     await pool.close()
 
 
@@ -224,13 +230,13 @@ async def test_a_closed_port_is_a_server_that_is_gone(policy_server, unused_tcp_
 async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_server) -> None:
     policy_server.version = 2
     server = make_pool(policy_server).servers[0]
-    response = await server.client.get_response(PROMPT, server.model, ARGS)
+    response = await client_of(server).get_response(PROMPT, server.model, ARGS)
     tokens = response.message.tokens
     assert response.message.content == "cba"
     assert tokens.completion_ids == [*map(ord, "cba"), 3]
     assert tokens.completion_logprobs == [-2.5] * 4
     details = CallDetails.from_builtins(response.call)
-    assert (details.version_spans, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
+    assert (details.weight_versions, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
     assert details.started_s <= details.ended_s
     (request,) = policy_server.requests
     assert (request["max_completion_tokens"], request["temperature"], request["top_k"]) == (8, 0.7, -1)
@@ -241,7 +247,7 @@ async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_s
 async def test_an_answer_of_end_of_text_alone_is_an_answer(policy_server) -> None:
     policy_server.reply = lambda messages, version: ""
     server = make_pool(policy_server).servers[0]
-    response = await server.client.get_response(PROMPT, server.model, ARGS)
+    response = await client_of(server).get_response(PROMPT, server.model, ARGS)
     assert response.message.content == ""
     assert response.message.tokens.completion_ids == [3]
     await server.close()
@@ -250,7 +256,7 @@ async def test_an_answer_of_end_of_text_alone_is_an_answer(policy_server) -> Non
 async def test_each_request_gets_a_seed_of_its_own(policy_server) -> None:
     server = make_pool(policy_server).servers[0]
     for _ in range(3):
-        await server.client.get_response(PROMPT, server.model, ARGS | {"seed": 40})
+        await client_of(server).get_response(PROMPT, server.model, ARGS | {"seed": 40})
     assert [request["seed"] for request in policy_server.requests] == [40, 41, 42]
     await server.close()
 
@@ -266,7 +272,7 @@ async def test_each_call_of_an_evaluations_rollout_has_a_seed_of_its_own_which_t
     policy_server.requests.clear()
     for number in (0, 1, 2, 0, 1, 2):
         state = {"trajectory": [{"prompt": [], "tokens": None}] * number, "model": server.model}
-        await server.client.get_response(PROMPT, server.model, args, state=state)
+        await client_of(server).get_response(PROMPT, server.model, args, state=state)
     seeds = [request["seed"] for request in policy_server.requests]
     assert seeds[:3] == seeds[3:]
     assert len(set(seeds)) == 3
@@ -278,7 +284,7 @@ async def test_an_answer_outside_of_the_trajectory_gives_the_next_call_another_s
     server = make_pool(policy_server).servers[0]
     args = eval_sampling_args(EvalSamplingConfig(seed=7), ExampleRef("env", 4), 0)
     for prompt in (PROMPT, [*PROMPT, AssistantMessage(content="cba"), *PROMPT]):
-        await server.client.get_response(prompt, server.model, args, state={"trajectory": []})
+        await client_of(server).get_response(prompt, server.model, args, state={"trajectory": []})
     first, second = (request["seed"] for request in policy_server.requests)
     assert first != second
     await server.close()
@@ -316,7 +322,7 @@ async def test_a_prompt_that_does_not_fit_ends_a_rollout_without_an_error_of_the
     policy_server.refusal = (400, "This model's maximum context length is 128 tokens")
     server = make_pool(policy_server).servers[0]
     with pytest.raises(OverlongPromptError):
-        await server.client.get_response(PROMPT, server.model, ARGS)
+        await client_of(server).get_response(PROMPT, server.model, ARGS)
     await server.close()
 
 
@@ -324,7 +330,7 @@ async def test_a_refusal_names_the_route_the_status_and_the_servers_words(policy
     policy_server.refusal = (422, "temperature must be positive")
     server = make_pool(policy_server).servers[0]
     with pytest.raises(ModelError) as fault:
-        await server.client.get_response(PROMPT, server.model, ARGS)
+        await client_of(server).get_response(PROMPT, server.model, ARGS)
     assert str(fault.value.__cause__).endswith("/v1/chat/completions answered 422: temperature must be positive")
     assert len(policy_server.requests) == 1
     await server.close()
@@ -434,7 +440,7 @@ async def test_connections_outlast_a_channel_that_is_closed_while_others_use_the
     await first.close()
     await first.close()
     assert await numbers_from([second], 4) == list(range(4))
-    assert (await second.with_options(url).exchange("/echo", {"number": 4})).body == b'{"number":4}'
+    assert (await second.exchange("/echo", {"number": 4})).body == b'{"number":4}'
     await second.close()
     server.close()
 

@@ -9,7 +9,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.env_servers.environments import load_environments
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer

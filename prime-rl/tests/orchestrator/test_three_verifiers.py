@@ -15,11 +15,12 @@ import pytest
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
-from prime_rl.orchestrator.env_servers.environments import load_environments
-from prime_rl.orchestrator.env_servers.group_limits import GroupTimeout
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.failures import GroupTimeout
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.guests.guest_environment import SHOWN_ROWS, GuestEnvironment
 from prime_rl.orchestrator.guests.inside import verifiers_v1
+from prime_rl.orchestrator.guests.process import SHOWN_ROWS, ProcessWorker
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.scheduling.buffer import Buffer
@@ -185,7 +186,7 @@ def test_three_incompatible_versions_train_in_one_run(
     assert batch is not None
     trained = [bytes(sample.completion_ids) for sample in batch.examples]
     assert b"0 ksat\x03" in trained
-    assert {logprob for sample in batch.examples for logprob in sample.completion_logprobs} == {-0.5}
+    assert {logprob for sample in batch.examples for logprob in sample.inference_logprobs} == {-0.5}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers 0.4 needs Python 3.11")
@@ -254,7 +255,7 @@ class EndlessProcess:
 
 
 def test_every_row_of_an_endless_environment_has_a_prompt_id() -> None:
-    environment = GuestEnvironment("stream", EndlessProcess(), proxy=None)
+    environment = Environment("stream", ProcessWorker("stream", EndlessProcess(), proxy=None))
     ids = [environment.prompt_id(row) for row in range(2 * SHOWN_ROWS)]
     assert len(set(ids)) == len(ids)
 

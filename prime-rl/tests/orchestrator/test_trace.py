@@ -11,15 +11,17 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.loading import load_environments
+from prime_rl.orchestrator.env_servers.port import PortWorker
 from prime_rl.orchestrator.env_servers.service import EnvironmentService
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.transport.messages import TrainingSample
 
@@ -47,8 +49,8 @@ def test_a_reply_is_recorded_with_tokens_versions_finish_reason_and_time() -> No
     assert trace.calls == [call]
     assert (call.prompt_ids, call.prompt_mask) == ([1, 2, 3], [False] * 3)
     assert (call.completion_ids, call.completion_mask) == ([97, 98], [True, True])
-    assert call.completion_logprobs == [-0.5, -0.25]
-    assert [(span.version, span.start, span.end) for span in call.details.version_spans] == [(4, 0, 1), (5, 1, 2)]
+    assert call.inference_logprobs == [-0.5, -0.25]
+    assert [(span.version, span.start, span.end) for span in call.details.weight_versions] == [(4, 0, 1), (5, 1, 2)]
     assert (call.details.finish_reason, call.details.started_s, call.details.ended_s) == ("length", 10.0, 12.5)
     assert trace.oldest_version == 4
 
@@ -113,17 +115,17 @@ async def test_raw_replies_give_the_samples_of_the_environment_that_received_the
     samples = to_samples(rollout)
     assert samples == samples_of_raw_replies(policy_server.answers, rollout)
     assert [sample.version for sample in samples] == [1]
-    assert samples[0].completion_logprobs[0] == -1.5
-    assert samples[0].completion_logprobs[-1] == -2.5
+    assert samples[0].inference_logprobs[0] == -1.5
+    assert samples[0].inference_logprobs[-1] == -2.5
 
 
 @pytest.mark.usefixtures("importable_environments")
 async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, unused_tcp_port: int) -> None:
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
-    service = EnvironmentService(load().vf_env, address)
+    service = EnvironmentService(load().worker.env, address)
     serving = asyncio.create_task(service.serve())
     environment = load()
-    environment.address = address
+    environment.worker = PortWorker("letters-env", environment.worker.env, address)
     await environment.connect()
     rollout = await converse(environment, policy_server, use_tokens=True)
     await environment.close()

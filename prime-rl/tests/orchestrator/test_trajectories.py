@@ -9,7 +9,7 @@ def test_a_single_turn_is_one_sample_with_its_tokens_masks_and_temperature(turn,
     (sample,) = to_samples(attempt)
     assert (sample.prompt_ids, sample.prompt_mask) == ([1, 2], [False, False])
     assert (sample.completion_ids, sample.completion_mask) == ([3, 4], [True, True])
-    assert sample.completion_logprobs == [-0.25, -0.25]
+    assert sample.inference_logprobs == [-0.25, -0.25]
     assert sample.completion_temperatures == [0.9, 0.9]
     assert (sample.advantage, sample.reward) == (0.75, 0.5)
 
@@ -20,7 +20,7 @@ def test_a_turn_that_continues_another_joins_it_and_leaves_the_environments_toke
     assert sample.prompt_ids == [1, 2]
     assert sample.completion_ids == [3, 8, 9, 4, 5]
     assert sample.completion_mask == [True, False, False, True, True]
-    assert sample.completion_logprobs == [-1.0, 0.0, 0.0, -2.0, -2.0]
+    assert sample.inference_logprobs == [-1.0, 0.0, 0.0, -2.0, -2.0]
     assert len(sample.completion_temperatures) == 5
 
 
@@ -48,7 +48,7 @@ def test_the_first_line_that_fits_is_continued(turn, rollout) -> None:
 def test_an_error_masks_all_completions_and_keeps_ids_and_logprobs(turn, rollout) -> None:
     (sample,) = to_samples(rollout(turn([1], [2, 3]), error="ModelError"))
     assert sample.completion_ids == [2, 3]
-    assert sample.completion_logprobs == [-1.0, -1.0]
+    assert sample.inference_logprobs == [-1.0, -1.0]
     assert sample.completion_mask == [False, False]
 
 

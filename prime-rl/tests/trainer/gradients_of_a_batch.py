@@ -97,7 +97,7 @@ def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
             prompt_mask=[False] * 3,
             completion_ids=random.integers(4, 100, length - 3).tolist(),
             completion_mask=(random.random(length - 3) < 0.7).tolist(),
-            completion_logprobs=random.uniform(-5.5, -4, length - 3).tolist(),
+            inference_logprobs=random.uniform(-5.5, -4, length - 3).tolist(),
             completion_temperatures=[0.8] * (length - 3),
             advantage=float(random.normal()),
         )

@@ -142,7 +142,7 @@ def batch(step: int) -> TrainingBatch:
             prompt_mask=[False] * 10,
             completion_ids=tokens[10:],
             completion_mask=[True] * 30,
-            completion_logprobs=[-4.8] * 30,
+            inference_logprobs=[-4.8] * 30,
             completion_temperatures=[1.0] * 30,
             advantage=advantage,
         )

@@ -26,14 +26,15 @@ from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments, rows_to_evaluate
+from prime_rl.orchestrator.env_servers.environment import Environment, rows_to_evaluate
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
-from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer

@@ -60,7 +60,7 @@ def serve(config: EnvServerConfig) -> None:
     """
     # verifiers takes seconds to import.
     with import_without_gc():
-        from prime_rl.orchestrator.env_servers.environments import load_environment, setup_verifiers_logging
+        from prime_rl.orchestrator.env_servers.loading import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)
     env = load_environment(config.env, "env")

@@ -26,10 +26,11 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
-from prime_rl.orchestrator.env_servers.environments import Environment, load_environments
+from prime_rl.orchestrator.env_servers.environment import Environment
 from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.env_servers.failures import failure_metrics
 from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
+from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.env_servers.processes import EnvServers
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.validator import Validator

@@ -17,7 +17,7 @@ class TrainingSample(msgspec.Struct, array_like=True):
     completion_ids: list[int]
     completion_mask: list[bool]
     """False for tokens that the environment wrote; they are not trained on."""
-    completion_logprobs: list[float]
+    inference_logprobs: list[float]
     """Log-probability of each completion token under the policy that sampled it; 0.0 for environment tokens."""
     completion_temperatures: list[float]
     teacher_logprobs: list[float] | None = None

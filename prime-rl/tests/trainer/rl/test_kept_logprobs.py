@@ -36,7 +36,7 @@ def sample(number: int, length: int, is_kept: bool) -> TrainingSample:
         prompt_mask=[False] * 3,
         completion_ids=tokens[3:],
         completion_mask=mask,
-        completion_logprobs=[-4.5] * (length - 3),
+        inference_logprobs=[-4.5] * (length - 3),
         completion_temperatures=[TEMPERATURES[number % 3]] * (length - 3),
         advantage=1.0,
         kept_as=[number // 2, number % 2, 0] if is_kept else None,

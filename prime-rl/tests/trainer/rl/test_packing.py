@@ -21,7 +21,7 @@ def sample_of(length: int, **changes) -> TrainingSample:
         "prompt_mask": [False],
         "completion_ids": list(range(length - 1)),
         "completion_mask": [True] * (length - 1),
-        "completion_logprobs": [-0.1 * i for i in range(length - 1)],
+        "inference_logprobs": [-0.1 * i for i in range(length - 1)],
         "completion_temperatures": [0.7] * (length - 1),
         "advantage": float(length),
     }
@@ -85,7 +85,7 @@ def test_no_bin_overflows_and_every_item_is_in_one_bin() -> None:
     ("changes", "message"),
     [
         ({"completion_mask": [True]}, "completion_mask has 1 entries for 3 tokens"),
-        ({"completion_logprobs": []}, "completion_logprobs has 0 entries for 3 tokens"),
+        ({"inference_logprobs": []}, "inference_logprobs has 0 entries for 3 tokens"),
         ({"teacher_logprobs": [0.0]}, "teacher_logprobs has 1 entries for 4 tokens"),
         ({"advantage": None}, "no advantage"),
         ({"pixel_values": [[0.0]]}, "images"),

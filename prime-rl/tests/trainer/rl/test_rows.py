@@ -33,7 +33,7 @@ def samples() -> list[TrainingSample]:
             prompt_mask=[False] * 3,
             completion_ids=tokens[3:],
             completion_mask=[True] * (length - 3),
-            completion_logprobs=[-4.5] * (length - 3),
+            inference_logprobs=[-4.5] * (length - 3),
             completion_temperatures=[temperature] * (length - 3),
             advantage=1.0 - length / 8,
         )

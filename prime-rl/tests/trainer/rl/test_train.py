@@ -41,7 +41,7 @@ def batch(step: int) -> TrainingBatch:
             prompt_mask=[False] * prompt,
             completion_ids=tokens[prompt:],
             completion_mask=[True] * completion,
-            completion_logprobs=[-4.8] * completion,
+            inference_logprobs=[-4.8] * completion,
             completion_temperatures=[1.0] * completion,
             advantage=torch.randn((), generator=generator).item(),
             kept_as=[0, number, 0] if number % 4 == 0 else None,

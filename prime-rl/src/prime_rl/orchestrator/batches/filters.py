@@ -43,7 +43,7 @@ class GibberishFilter:
         return any(
             token > self.token_id_threshold and logprob < self.max_logprob
             for call in rollout.trace.calls
-            for token, logprob in zip(call.completion_ids, call.completion_logprobs, strict=True)
+            for token, logprob in zip(call.completion_ids, call.inference_logprobs, strict=True)
         )
 
 
@@ -61,7 +61,7 @@ class RepetitionFilter:
             return False
         streak = 0
         for call in rollout.trace.calls:
-            for logprob in call.completion_logprobs:
+            for logprob in call.inference_logprobs:
                 streak = streak + 1 if logprob > self.min_logprob else 0
                 if streak >= self.window:
                     return True

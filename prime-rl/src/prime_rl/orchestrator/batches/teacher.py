@@ -10,12 +10,11 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-from verifiers.errors import OverlongPromptError
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.frozen import TEACHER_AT_ONCE
 from prime_rl.orchestrator.errors import InferenceFault, TeacherFault
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
+from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
 from prime_rl.transport.messages import TrainingSample
@@ -88,9 +87,10 @@ class Teacher:
         try:
             answer = await channel.exchange("/completions", body)
             (choice,) = self._decoder.decode(answer.body).choices
-        except OverlongPromptError as error:
+        except OverlongPrompt as error:
             raise TeacherFault(
-                f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len ({error})"
+                f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len "
+                f"({error.message})"
             ) from error
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
             raise TeacherFault(f"{where} does not answer: {str(error) or type(error).__name__}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_rl.environments.adapters.games.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.findings import Reporter
-from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.env_servers.environment import Environment
 from prime_rl.orchestrator.env_servers.prompts import CountTokens, text_of
 from prime_rl.orchestrator.rollouts.images import has_image
 

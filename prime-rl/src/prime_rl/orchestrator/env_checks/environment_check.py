@@ -29,7 +29,7 @@ def main() -> None:
     setup_logger("error")
     report = Reporter(descriptor)
     with import_without_gc():
-        from prime_rl.orchestrator.env_servers.environments import load_environments
+        from prime_rl.orchestrator.env_servers.loading import load_environments
 
     config = EnvConfig.model_validate({**request["env"], "max_failed_groups": 1.0})
     report.tries("loading the environment")

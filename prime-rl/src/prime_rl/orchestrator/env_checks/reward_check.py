@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,10 @@ from prime_rl.orchestrator.env_checks.probes import (
     written,
 )
 from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environments import Environment
-from prime_rl.orchestrator.env_servers.reward_errors import RewardFailure
+from prime_rl.orchestrator.env_servers.environment import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
-from prime_rl.orchestrator.guests.guest_process import GuestError
+from prime_rl.orchestrator.guests.inside.reward_records import RewardFailure
+from prime_rl.orchestrator.guests.process import GuestError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.utils.logger import count_of
@@ -42,7 +43,8 @@ MORE_ROWS = 64
 """First rows whose right answers are tried, in addition to the rows in which all kinds of answers are."""
 MORE_ROWS_S = 30.0
 _CLOSE = 1e-9
-_OURS = f"{RewardFailure.__module__}.{RewardFailure.__name__}: "
+_OURS = re.compile(rf"[\w.]*\b{RewardFailure.__name__}: ")
+"""How a traceback names it, here and in an environment's own interpreter."""
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "extra_body": {}}
 
 
@@ -220,7 +222,7 @@ def _function_faults(trials: Trials) -> Iterator[Row]:
         if outcome.rollout is None or (outcome.rollout.error and outcome.kind != NO_MESSAGE):
             continue
         for function, trace in outcome.rollout.reward_errors.items():
-            raised[function, trace.splitlines()[-1].removeprefix(_OURS)].append(outcome)
+            raised[function, _OURS.sub("", trace.splitlines()[-1], count=1)].append(outcome)
         scored = {**(outcome.rollout.metrics or {}), **outcome.rollout.reward_errors}
         for function in trials.environment.reward_functions if outcome.kind != NO_MESSAGE else ():
             if function not in scored:

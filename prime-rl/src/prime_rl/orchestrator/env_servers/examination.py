@@ -25,7 +25,7 @@ from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.env_servers.environments import Environment
+    from prime_rl.orchestrator.env_servers.environment import Environment
 
 EVAL_KEY = "orchestrator.eval.env"
 _ROWS = 256
@@ -187,7 +187,7 @@ def main() -> None:
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
-    from prime_rl.orchestrator.env_servers.environments import load_environments
+    from prime_rl.orchestrator.env_servers.loading import load_environments
 
     try:
         with offered_in_a_trial(config.judge):

@@ -6,11 +6,11 @@ import asyncio
 import re
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
-from prime_rl.orchestrator.env_servers.reward_errors import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed, JudgeFault, OrchestratorError
+from prime_rl.orchestrator.guests.inside.reward_records import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 
 WINDOW = 32
@@ -166,3 +166,26 @@ def failure_metrics(counts: dict[str, tuple[int, Counter[str]]]) -> dict[str, fl
         for reason, number in reasons.items()
     }
     return {"failed_groups/share": failed / max(groups, 1), **named}
+
+
+class GroupTimeout(GroupFailed):
+    """A group took longer than its environment's limit."""
+
+
+@asynccontextmanager
+async def in_time(limit_s: float | None, env: str, row: int) -> AsyncIterator[None]:
+    """Cancel the block after `limit_s` seconds. None sets no limit.
+
+    Raises:
+        GroupTimeout: the limit was reached. A TimeoutError of the environment's own code passes.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise GroupTimeout(
+            f"environment {env!r}, row {row}: the group takes longer than timeout_s = {limit_s:g} of the environment"
+        ) from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import verifiers as vf
 from verifiers.errors import OverlongPromptError
 
-from prime_rl.orchestrator.rollouts.rollout import OVERLONG_PROMPT
+from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 
 _COUNTS = re.compile(
     r"context length is (\d+) tokens.*?(?:prompt has|contains(?: at least)?) (\d+) (?:input )?tokens", re.DOTALL
@@ -40,8 +39,3 @@ def described(message: str) -> str:
     if (found := _COUNTS.search(message)) is None:
         return f"prompt too long: {' '.join(message.split())}"
     return f"prompt too long ({found[2]} tokens, limit {found[1]})"
-
-
-def got_no_answer(state: Mapping[str, Any]) -> bool:
-    """Whether the first prompt was too long. Such a rollout has nothing that could be scored."""
-    return OVERLONG_PROMPT in state and not state.get("trajectory")

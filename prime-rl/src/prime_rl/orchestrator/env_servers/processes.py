@@ -18,7 +18,9 @@ from prime_rl.configs.shared import LogConfig
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE
-from prime_rl.orchestrator.env_servers.environments import Environment
+from prime_rl.orchestrator.env_servers.environment import Environment
+from prime_rl.orchestrator.env_servers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.env_servers.port import PortWorker
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.run.beats import helper_beats_env
 from prime_rl.run.paths import OrchestratorPaths
@@ -37,7 +39,7 @@ class EnvServer:
     """One server. Its process is replaced when it ends."""
 
     spec: ProcessSpec
-    environment: Environment
+    worker: PortWorker
     process: asyncio.subprocess.Process
     log_offset: int
     """Byte offset in the log at which this process's output starts."""
@@ -46,7 +48,7 @@ class EnvServer:
 
     @property
     def name(self) -> str:
-        return self.environment.name
+        return self.worker.name
 
     @property
     def log(self) -> Path:
@@ -73,21 +75,23 @@ class EnvServers:
     async def start(
         self, purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig
     ) -> None:
-        """Start a server for each environment without an address, and set its address.
+        """Start a server for each environment that would run in this process, and let it run there.
 
         `purpose` is `train` or `eval`.
         """
         for config, environment in zip(configs, environments, strict=True):
-            if environment.address is None:
-                environment.address = f"ipc://{self._socket_directory()}/{len(self._servers)}"
-                server = self._server_config(config, environment.address, log)
+            if isinstance(environment.worker, VerifiersWorker):
+                address = f"ipc://{self._socket_directory()}/{len(self._servers)}"
+                worker = PortWorker(environment.name, environment.worker.env, address, is_ours=True)
+                environment.worker = worker
+                server = self._server_config(config, address, log)
                 file = self.paths.control / f"env_{purpose}_{len(self._servers)}.toml"
                 dump_toml(server, file)
                 argv = (sys.executable, "-m", "prime_rl.orchestrator.env_server", "@", str(file))
                 log_file = self.paths.env_log(purpose, environment.name)
                 env = helper_beats_env(f"{purpose}-{environment.name}")
                 spec = ProcessSpec(environment.name, argv, log_file, env)
-                self._servers.append(EnvServer(spec, environment, *await _start(spec)))
+                self._servers.append(EnvServer(spec, worker, *await _start(spec)))
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, but fail as soon as a server exits.
@@ -164,7 +168,7 @@ async def _keep_running(server: EnvServer) -> None:
     while True:
         await server.process.wait()
         fault = server.fault()
-        has_answered = server.environment.server_ended(str(fault).splitlines()[0])
+        has_answered = server.worker.server_ended(str(fault).splitlines()[0])
         server.ends_in_a_row = 1 if has_answered else server.ends_in_a_row + 1
         if server.ends_in_a_row >= MAX_ENDS_IN_A_ROW:
             raise fault

@@ -6,10 +6,11 @@ import inspect
 import math
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
-from itertools import chain
 
 import verifiers as vf
 from verifiers.types import TASK_INPUT_FIELDS
+
+from prime_rl.orchestrator.guests.inside.reward_records import functions_with_weights, leaves
 
 _OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
 _OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
@@ -21,16 +22,8 @@ _OPTIONAL = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def reward_functions(rubric: vf.Rubric | None) -> dict[str, float]:
-    """Weight of each reward function in the sum that is the reward, by name.
-
-    A function of weight 0 is only measured. What verifiers itself measures, such as the number of turns, is left out.
-    """
-    weights: dict[str, float] = {}
-    for part in leaves(rubric):
-        for function, weight in zip(part.funcs, part.weights, strict=True):
-            if weight or not str(getattr(function, "__module__", "")).startswith("verifiers."):
-                weights[getattr(function, "__name__", repr(function))] = weight
-    return weights
+    """Weight of each reward function in the sum that is the reward, by name; 0 for one that is only measured."""
+    return dict(pair for part in leaves(rubric) for pair in functions_with_weights(part))
 
 
 def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
@@ -40,16 +33,6 @@ def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
             if not isinstance(weight, int | float) or not math.isfinite(weight):
                 name = getattr(function, "__name__", repr(function))
                 yield f"the weight of reward function {name!r} is {weight!r}, not a finite number"
-
-
-def leaves(rubric: vf.Rubric | None) -> Iterator[vf.Rubric]:
-    """A rubric and all of its members."""
-    if rubric is None:
-        return
-    members = list(getattr(rubric, "rubrics", []))
-    members += [env.rubric for env in getattr(rubric, "env_map", {}).values()]
-    yield rubric
-    yield from chain.from_iterable(map(leaves, members))
 
 
 def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Serves an environment over ZeroMQ with verifiers' wire protocol, in one process and one event loop.
 
 verifiers' own server has a router that restarts dead workers, endlessly if the environment cannot load. Here an error
-ends the process, and its log shows the cause. Model calls use our chat clients.
+ends the process, and its log shows the cause. Model calls go through the recording proxy of this process.
 
 Requests and answers have at least three frames, `[client, …, id, body]`, with a MessagePack body. The body `ping` is a
 health check; an empty body cancels the request with that id.
@@ -11,25 +11,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import verifiers as vf
 import zmq
 import zmq.asyncio
-from verifiers.clients import resolve_client
 from verifiers.serve.types import RunGroupRequest, RunRolloutRequest
 from verifiers.types import ClientConfig
 from verifiers.utils.serve_utils import msgpack_encoder
 
-from prime_rl.orchestrator.rollouts.chat_client import ChatClient, TokenChatClient
+from prime_rl.orchestrator.env_servers.in_memory import SessionClient
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
+from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.transport.endpoints import Endpoint
 from prime_rl.utils.logger import get_logger
 
 PING = b"ping"
 Route = tuple[bytes, ...]
 """The client's identity, and those of the tunnels before it."""
-CLIENTS = {"openai_chat_completions": ChatClient, "openai_chat_completions_token": TokenChatClient}
+TOKEN_CLIENT = "openai_chat_completions_token"
+"""The kind of client that sends later turns as token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Upstream:
+    """An inference server that a request names."""
+
+    channel: ChatChannel
+    base_model: str
 
 
 class EnvironmentService:
@@ -50,7 +61,8 @@ class EnvironmentService:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         Endpoint.of_address(address).bind(self._socket)
-        self._clients: dict[str, vf.Client] = {}
+        self._channels: dict[str, ChatChannel] = {}
+        self._ends = EndsOfTurns()
         self._running: dict[tuple[Route, bytes], asyncio.Task[None]] = {}
         self._unanswered: set[tuple[Route, bytes]] = set()
 
@@ -76,8 +88,8 @@ class EnvironmentService:
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        for client in self._clients.values():
-            await client.close()
+        for channel in self._channels.values():
+            await channel.close()
         await self.env._teardown()
         self._socket.close()
         self._context.term()
@@ -119,14 +131,18 @@ class EnvironmentService:
         return {"output": await self.env.run_rollout(one.input, *self._arguments(one))}
 
     def _arguments(self, request: RunGroupRequest | RunRolloutRequest) -> Iterable[Any]:
-        client = self._client(request.client_config)
+        config = request.client_config
+        server = _Upstream(self._channel(config), request.model)
+        client = SessionClient(server, self._ends, config.client_type == TOKEN_CLIENT)
         return client, request.model, request.sampling_args, request.max_retries, request.state_columns
 
-    def _client(self, config: ClientConfig) -> vf.Client:
+    def _channel(self, config: ClientConfig) -> ChatChannel:
         key = config.model_dump_json()
-        if key not in self._clients:
-            self._clients[key] = CLIENTS.get(config.client_type, resolve_client)(config)
-        return self._clients[key]
+        if key not in self._channels:
+            self._channels[key] = ChatChannel(
+                config.api_base_url, config.extra_headers, config.timeout, config.max_retries
+            )
+        return self._channels[key]
 
 
 def _packed(answer: dict[str, Any]) -> bytes:

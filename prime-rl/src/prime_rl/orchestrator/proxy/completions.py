@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel, ServerAnswered
+from prime_rl.orchestrator.rollouts.images import has_image
+from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
+from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -43,24 +44,48 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_masks(asked, session)
     count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
     sent = counted(session, {**asked, **session.sampling, **_limits(asked, session.sampling)}, count)
-    channel: ChatChannel = session.server.client.client
     sent |= {"model": session.model, "logprobs": True, "return_token_ids": True}
     sent.pop("max_tokens", None)
-    rendering = {name: sent[name] for name in RENDERED if sent.get(name)}
+    answer, reply = await exchange(session, sent)
+    session.record(messages, rendering(sent), reply, reply.id)
+    return _shown(msgspec.json.decode(answer.body), bool(body.get("logprobs"))) | {"id": reply.id}
+
+
+async def exchange(session: Session, sent: dict[str, Any], continues: bool = True) -> tuple[Answer, ChatReply]:
+    """Send a chat request to the session's server: as tokens, if its messages continue a recorded conversation.
+
+    Without `continues` it is sent as text in any case. The caller records the reply, whose id is one that no other
+    reply has.
+    """
+    prompt_ids = await _continued(session, sent) if continues and session.calls else None
+    path = "/chat/completions" if prompt_ids is None else "/chat/completions/tokens"
+    answer = await session.server.channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
+    reply = session.server.channel.completion_of(path, answer, prompt_ids)
+    # Rewards need ids that are unique, whatever an engine does after a restart.
+    reply.id = f"chatcmpl-{secrets.token_hex(12)}"
+    return answer, reply
+
+
+def rendering(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a request that its prompt depends on, apart from the messages."""
+    return {name: sent[name] for name in RENDERED if sent.get(name)}
+
+
+async def _continued(session: Session, sent: Mapping[str, Any]) -> list[int] | None:
+    if has_image(sent["messages"]):
+        return None  # `/tokenize` does not expand an image to its tokens
+    shown = rendering(sent)
+
+    async def tokenize(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
+        body = {"model": session.server.base_model, "messages": list(messages), **shown}
+        return await session.server.channel.tokenize({**body, "add_generation_prompt": add_generation_prompt})
+
     try:
-        tokenize = partial(_tokenize, channel, session, rendering)
-        prompt_ids = await continued_prompt(session.calls, messages, rendering, tokenize, session.ends)
+        return await continued_prompt(session.calls, sent["messages"], shown, tokenize, session.ends)
     except ServerAnswered as error:
         if error.status >= 500:
             raise
-        prompt_ids = None  # a template that refuses a conversation without its beginning
-    path = "/chat/completions" if prompt_ids is None else "/chat/completions/tokens"
-    answer = await channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
-    # Rewards need ids that are unique, whatever an engine does after a restart.
-    completion_id = f"chatcmpl-{secrets.token_hex(12)}"
-    reply = channel.completion_of(path, answer)
-    session.record(messages, rendering, reply, completion_id)
-    return _shown(msgspec.json.decode(answer.body), bool(body.get("logprobs"))) | {"id": completion_id}
+        return None  # a template that refuses a conversation without its beginning
 
 
 def counted(session: Session, body: Mapping[str, Any], count: int = 1) -> dict[str, Any]:
@@ -100,19 +125,6 @@ def _limits(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, 
     limits = [sampling.get("max_completion_tokens"), asked.get("max_completion_tokens"), asked.get("max_tokens")]
     known = [limit for limit in limits if isinstance(limit, int)]
     return {"max_completion_tokens": min(known)} if known else {}
-
-
-async def _tokenize(
-    channel: ChatChannel,
-    session: Session,
-    rendering: Mapping[str, Any],
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-) -> list[int]:
-    body = {"model": session.server.base_model, "messages": list(messages), **rendering}
-    root = channel.with_options(base_url=session.server.root_url)
-    reply = await root.post("/tokenize", body={**body, "add_generation_prompt": add_generation_prompt})
-    return list(reply.tokens)
 
 
 def _shown(completion: dict[str, Any], with_logprobs: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.completions import Refused, counted
 from prime_rl.orchestrator.proxy.recording import Session
-from prime_rl.orchestrator.rollouts.chat_client import ChatChannel
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 
@@ -24,8 +23,7 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         Refused: the body asks for something else.
     """
     sent = counted(session, _request(session, body))
-    channel: ChatChannel = session.server.client.client
-    answer = await channel.exchange("/completions", sent)
+    answer = await session.server.channel.exchange("/completions", sent)
     try:
         (choice,) = json.loads(answer.body)["choices"]
         spans = [VersionSpan(**span) for span in choice.get("weight_versions") or ()]

@@ -7,33 +7,30 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.guests.inside.model_client import session_name
-from prime_rl.orchestrator.proxy.continuation import Message, canonical
+from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, RecordedCall, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
-from prime_rl.orchestrator.rollouts.turns import EndsOfTurns
+from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
+from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import InferenceServer
 
 MAX_CALLS = 1000
 """Model calls of one session. An agent that needs more is in a loop."""
 
 
-@dataclass(slots=True)
-class RecordedCall:
-    """One answer, and the conversation that it ends."""
+class Upstream(Protocol):
+    """The part of an inference server that sessions use."""
 
-    conversation: tuple[Message, ...]
-    """The messages of the request, and the answer."""
-    rendering: Mapping[str, Any]
-    """Arguments of the request, apart from the messages, that the chat template writes into its prompt."""
-    tokens: ModelCall
-    completion_id: str = ""
-    """The id of the completion, as the agent knows it. The choices of one completion share it."""
-    reward: float | None = None
+    @property
+    def channel(self) -> ChatChannel: ...
+
+    @property
+    def base_model(self) -> str:
+        """The model whose chat template renders conversations."""
 
 
 @dataclass(slots=True)
@@ -41,7 +38,7 @@ class Session:
     """One rollout. A request with its key may use the model in its name."""
 
     key: str = field(repr=False)
-    server: InferenceServer
+    server: Upstream
     """All calls go to this server, where the keys and values of earlier turns are cached."""
     model: str
     """The name that all calls ask for. A rollout that began with the base model goes on with it."""
@@ -120,20 +117,11 @@ class Session:
         asked = tuple(map(canonical, messages))
         for choice in reply.choices:
             self.is_cut_off |= choice.finish_reason == "length"
-            logprobs = None if choice.logprobs is None else choice.logprobs.content
-            if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
+            tokens = ModelCall.from_reply(reply, choice)
+            if tokens is None:
                 raise MalformedRollout("a server answered without token ids or log-probabilities")
-            tokens = ModelCall(
-                prompt=Prompt.of(reply.prompt_token_ids),
-                completion_ids=choice.token_ids,
-                completion_logprobs=[token.logprob for token in logprobs],
-                completion_mask=[True] * len(choice.token_ids),
-                details=CallDetails(
-                    tuple(choice.weight_versions or ()), choice.finish_reason, reply.started_s, reply.ended_s
-                ),
-            )
-            answer = canonical({"role": "assistant", **_said(choice.message)})
-            self.keep((*asked, answer), rendering, tokens, completion_id)
+            said = {"content": choice.message.content, "tool_calls": choice.message.tool_calls}
+            self.keep((*asked, canonical({"role": "assistant", **said})), rendering, tokens, completion_id)
 
     def keep(
         self, conversation: tuple[Message, ...], rendering: Mapping[str, Any], tokens: ModelCall, completion_id: str
@@ -145,10 +133,6 @@ class Session:
         if conversation[: len(known)] == known:
             conversation = known + conversation[len(known) :]
         self.calls.append(RecordedCall(conversation, rendering, tokens, completion_id))
-
-
-def _said(message: Any) -> dict[str, Any]:
-    return {"content": message.content, "tool_calls": message.tool_calls}
 
 
 class Sessions:

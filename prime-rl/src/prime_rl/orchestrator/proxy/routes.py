@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from verifiers import errors as vf_errors
 
 from prime_rl.environments.agents.returns import InvalidReward
 from prime_rl.orchestrator.errors import MalformedRollout
@@ -27,7 +26,7 @@ from prime_rl.orchestrator.proxy.generation import generate
 from prime_rl.orchestrator.proxy.offers import Offers
 from prime_rl.orchestrator.proxy.recording import Session, Sessions
 from prime_rl.orchestrator.proxy.responses import respond
-from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
+from prime_rl.orchestrator.servers.channel import OverlongPrompt, ServerAnswered
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
@@ -196,8 +195,8 @@ async def _answered(answer: Answering, request: web.Request) -> web.StreamRespon
         return _error(error.status, str(error), error.code)
     except InvalidReward as error:
         return _error(400, str(error), "invalid_reward")
-    except vf_errors.OverlongPromptError as error:
-        return _error(400, str(error), "context_length_exceeded")
+    except OverlongPrompt as error:
+        return _error(400, error.message, "context_length_exceeded")
     except ServerAnswered as error:
         return _error(error.status, error.message)
     except (aiohttp.ClientError, TimeoutError, MalformedRollout, msgspec.MsgspecError) as error:

@@ -80,7 +80,7 @@ def _sequence(line: TrainingSample, room: int) -> dict[str, Any]:
         "prompt_start": start,
         "completion_ids": line.completion_ids[:end],
         "sampled": _runs(line.completion_mask[:end]),
-        "engine_logprobs": np.round(np.asarray(line.completion_logprobs[:end], np.float64), _DECIMALS).tolist(),
+        "engine_logprobs": np.round(np.asarray(line.inference_logprobs[:end], np.float64), _DECIMALS).tolist(),
     }
 
 
@@ -95,7 +95,7 @@ def _call(call: ModelCall) -> dict[str, Any]:
     return {
         "prompt_tokens": len(call.prompt),
         "completion_tokens": len(call.completion_ids),
-        "versions": [[span.start, span.end, span.version] for span in details.version_spans],
+        "versions": [[span.start, span.end, span.version] for span in details.weight_versions],
         "finish_reason": details.finish_reason,
         "started_s": details.started_s,
         "ended_s": details.ended_s,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 IMAGE_TYPES = frozenset({"image_url", "image", "input_image"})
 ADVICE = "training on images is not supported yet: use an environment of text"
@@ -21,12 +18,14 @@ def has_image(messages: Any) -> bool:
     return any(hasattr(part, "get") and part.get("type") in IMAGE_TYPES for part in parts)
 
 
-def first_row_with_image(rows: Dataset) -> int | None:
-    """The first row whose prompt has an image. Prompts that can only hold text are not read."""
-    feature = rows.features.get("prompt")
-    if feature is None or _is_text(feature) or _is_text(_content_of(feature)):
-        return None
-    return next((index for index, prompt in enumerate(rows["prompt"]) if has_image(prompt)), None)
+def first_row_with_image(rows: Sequence[Any], prompt_of: Callable[[int], Any]) -> int | None:
+    """The first row whose prompt has an image. Prompts of a `Dataset` that can only hold text are not read."""
+    features = getattr(rows, "features", None)
+    if features is not None:
+        feature = features.get("prompt")
+        if feature is None or _is_text(feature) or _is_text(_content_of(feature)):
+            return None
+    return next((row for row in range(len(rows)) if has_image(prompt_of(row))), None)
 
 
 def _content_of(feature: Any) -> Any:

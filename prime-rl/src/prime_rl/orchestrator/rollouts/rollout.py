@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
+from prime_rl.orchestrator.guests.inside.reward_records import KEY as REWARD_ERRORS
+from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.utils.errors import one_line
 
@@ -18,12 +20,6 @@ MAX_REWARD = 1e15
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 """What reading the dictionaries of an environment raises, if they hold anything else than verifiers promises."""
-
-REWARD_ERRORS = "reward_errors"
-"""Key of a rollout's state: a list of `{"function", "traceback"}`, one for each reward function that failed."""
-
-OVERLONG_PROMPT = "overlong_prompt"
-"""Key of a rollout's state: why the server refused a prompt as too long."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -136,11 +132,17 @@ class Group:
 
 
 def read_rollout(
-    output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int, vocab_size: int | None = None
+    output: Mapping[str, Any],
+    example: ExampleRef,
+    temperature: float,
+    version: int,
+    vocab_size: int | None = None,
+    recorded: TokenTrace | None = None,
 ) -> Rollout:
-    """Read the rollout in a verifiers output, which must have the state columns `trajectory` and `sampling_args`.
+    """Read the rollout in a verifiers output.
 
-    `temperature` is what was asked for. An environment may change it in `sampling_args`, with which verifiers samples.
+    Its tokens are `recorded` by the proxy, or else those of the state column `trajectory`. `temperature` is what was
+    asked for. An environment may change it in `sampling_args`, with which verifiers samples.
     `vocab_size` is that of the trained model, if it is known.
 
     Raises:
@@ -148,7 +150,7 @@ def read_rollout(
             has no such token, or anything else that the environment gave is not what verifiers promises.
     """
     try:
-        rollout = _read_rollout(output, example, temperature, version)
+        rollout = _read_rollout(output, example, temperature, version, recorded)
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         raise MalformedRollout(f"environment {example.env!r} gave a malformed rollout: {reason}") from error
@@ -169,7 +171,9 @@ def _check_token_ids(trace: TokenTrace, example: ExampleRef, vocab_size: int) ->
         )
 
 
-def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int) -> Rollout:
+def _read_rollout(
+    output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int, recorded: TokenTrace | None
+) -> Rollout:
     reward = output.get("reward")
     if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         shown = one_line(f"{reward!r}")
@@ -177,7 +181,7 @@ def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: f
             f"environment {example.env!r} gave the reward {shown}, not a finite number (at most {MAX_REWARD:g})"
         )
     steps = output.get("trajectory") or []
-    trace = _read_trace(steps, example)
+    trace = _read_trace(steps, example) if recorded is None else _checked(recorded)
     oldest = trace.oldest_version
     error = output.get("error") or {}
     if not steps and (overlong := output.get(OVERLONG_PROMPT)):
@@ -190,7 +194,7 @@ def _read_rollout(output: Mapping[str, Any], example: ExampleRef, temperature: f
         trace=trace,
         temperature=temperature if changed is None else _finite([msgspec.convert(changed, float)])[0],
         version=version if oldest is None else oldest,
-        num_turns=len(steps),
+        num_turns=len(steps) if recorded is None else len(recorded.calls),
         error=_text(error.get("error")),
         error_detail=_text(error.get("error_chain_repr")),
         is_truncated=bool(output.get("is_truncated")),
@@ -242,6 +246,16 @@ def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> Toke
         raise MalformedRollout(f"environment {example.env!r}: {error}") from error
 
 
+def _checked(trace: TokenTrace) -> TokenTrace:
+    """Raises ValueError: a server may answer with anything."""
+    for call in trace.calls:
+        _finite(call.inference_logprobs)
+        for ids in (call.prompt.added, call.completion_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+                raise ValueError(f"the token id {min(ids)} or {max(ids)}")
+    return trace
+
+
 def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
     # Clients other than ours leave no details on the response.
     get = getattr(response, "get", None)
@@ -250,7 +264,7 @@ def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
             msgspec.convert(tokens["prompt_ids"], _TokenIds), [bool(flag) for flag in tokens["prompt_mask"]]
         ),
         completion_ids=msgspec.convert(tokens["completion_ids"], _TokenIds),
-        completion_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
+        inference_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
         completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
         details=CallDetails.from_builtins(get("call") if get else None),
     )

@@ -14,13 +14,13 @@ from typing import Any, Self
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
+from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan
 
 
 class CallDetails(msgspec.Struct, frozen=True):
     """A model call apart from its tokens. Servers other than ours may not report all of it."""
 
-    version_spans: tuple[VersionSpan, ...] = ()
+    weight_versions: tuple[VersionSpan, ...] = ()
     """Policy versions that sampled the completion, in order of its tokens."""
     finish_reason: str | None = None
     started_s: float | None = None
@@ -29,8 +29,7 @@ class CallDetails(msgspec.Struct, frozen=True):
     """Unix time."""
 
     @classmethod
-    def from_reply(cls, reply: ChatReply) -> Self:
-        choice = reply.choices[0]
+    def from_reply(cls, reply: ChatReply, choice: Choice) -> Self:
         return cls(tuple(choice.weight_versions or ()), choice.finish_reason, reply.started_s, reply.ended_s)
 
     @classmethod
@@ -45,7 +44,7 @@ class CallDetails(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int | None:
-        return min((span.version for span in self.version_spans), default=None)
+        return min((span.version for span in self.weight_versions), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class ModelCall:
 
     prompt: Prompt
     completion_ids: list[int]
-    completion_logprobs: list[float]
+    inference_logprobs: list[float]
     completion_mask: list[bool]
     """Which completion tokens may be trained on."""
     details: CallDetails = field(default_factory=CallDetails)
@@ -103,25 +102,28 @@ class ModelCall:
         Raises:
             MalformedRollout: tokens, mask and log-probabilities differ in length.
         """
-        ids, mask, logprobs = len(self.completion_ids), len(self.completion_mask), len(self.completion_logprobs)
+        ids, mask, logprobs = len(self.completion_ids), len(self.completion_mask), len(self.inference_logprobs)
         if not ids == mask == logprobs:
             raise MalformedRollout(
                 f"a completion has {ids} tokens, {mask} mask entries and {logprobs} log-probabilities"
             )
 
     @classmethod
-    def from_reply(cls, reply: ChatReply) -> Self | None:
-        """The call that `reply` answers, or None if the reply has no token ids or log-probabilities."""
-        choice = reply.choices[0]
+    def from_reply(cls, reply: ChatReply, choice: Choice) -> Self | None:
+        """The call that one choice of `reply` answers; None if it has no token ids or log-probabilities.
+
+        Raises:
+            MalformedRollout: it does not have as many of both.
+        """
         logprobs = None if choice.logprobs is None else choice.logprobs.content
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
             return None
         return cls(
             prompt=Prompt.of(reply.prompt_token_ids),
             completion_ids=choice.token_ids,
-            completion_logprobs=[token.logprob for token in logprobs],
+            inference_logprobs=[token.logprob for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
-            details=CallDetails.from_reply(reply),
+            details=CallDetails.from_reply(reply, choice),
         )
 
     @property
@@ -159,7 +161,7 @@ class TokenTrace:
 
     def record(self, reply: ChatReply) -> ModelCall | None:
         """Append the call that `reply` answers; None, and nothing recorded, if the reply has no tokens."""
-        call = ModelCall.from_reply(reply)
+        call = ModelCall.from_reply(reply, reply.choices[0])
         return None if call is None else self.append(call)
 
     def append(self, call: ModelCall) -> ModelCall:
@@ -180,9 +182,9 @@ class TokenTrace:
         """
         counts: Counter[int] = Counter()
         for call in self.calls:
-            for span in call.details.version_spans:
+            for span in call.details.weight_versions:
                 counts[span.version] += sum(call.completion_mask[span.start : span.end])
-            covered = max((span.end for span in call.details.version_spans), default=0)
+            covered = max((span.end for span in call.details.weight_versions), default=0)
             counts[unreported] += sum(call.completion_mask[covered:])
         return +counts
 

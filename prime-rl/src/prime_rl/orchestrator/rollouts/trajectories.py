@@ -53,7 +53,7 @@ def _open(call: ModelCall) -> TrainingSample:
         prompt_mask=call.prompt_mask,
         completion_ids=list(call.completion_ids),
         completion_mask=list(call.completion_mask),
-        completion_logprobs=list(call.completion_logprobs),
+        inference_logprobs=list(call.inference_logprobs),
         completion_temperatures=[],
     )
 
@@ -61,4 +61,4 @@ def _open(call: ModelCall) -> TrainingSample:
 def _append(sample: TrainingSample, call: ModelCall, environment_ids: list[int]) -> None:
     sample.completion_ids += environment_ids + call.completion_ids
     sample.completion_mask += [False] * len(environment_ids) + call.completion_mask
-    sample.completion_logprobs += [0.0] * len(environment_ids) + call.completion_logprobs
+    sample.inference_logprobs += [0.0] * len(environment_ids) + call.inference_logprobs

@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_rl.configs.shared import ClientConfig, ElasticConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
+from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.discovery import LookupFault, Resolver, SystemResolver, server_url
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -189,7 +189,7 @@ class ElasticPool(InferencePool):
             await server.update_weights(weights)
             await self._check_version(server, weights)
         if self._wants_tokens and await server.has_token_route():
-            server.use_tokens()
+            server.takes_tokens = True
 
     async def _check_version(self, server: InferenceServer, weights: Path | None) -> None:
         held, wanted = await server.probe(), 0 if weights is None else step_of(weights)

@@ -12,7 +12,7 @@ import aiohttp
 
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts.chat_client import ServerAnswered
+from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer, unless
 from prime_rl.run.beats import own_beats, server_name
 from prime_rl.utils.logger import get_logger
@@ -263,7 +263,7 @@ class InferencePool:
         routes = await asyncio.gather(*(server.has_token_route() for server in self.servers))
         if all(routes):
             for server in self.servers:
-                server.use_tokens()
+                server.takes_tokens = True
             return
         get_logger().warning(
             "An inference server has no /v1/chat/completions/tokens route, so later turns are sent as text. If the "

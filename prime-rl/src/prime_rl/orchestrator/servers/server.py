@@ -10,17 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-import verifiers as vf
 
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts.chat_client import (
-    ChatChannel,
-    ChatClient,
-    ServerAnswered,
-    TokenChatClient,
-)
 from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
+from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.discovery import ServerNames
 from prime_rl.utils.engine_keys import client_key
 from prime_rl.utils.logger import get_logger
@@ -75,15 +69,9 @@ class InferenceServer:
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._config = config
         self.headers = _headers(config, self.base_url)
-        self.client_config = vf.ClientConfig(
-            client_type="openai_chat_completions",
-            api_key_var=config.api_key_var,
-            api_base_url=self.base_url,
-            timeout=config.timeout,
-            max_retries=MAX_RETRIES,
-            extra_headers=self.headers,
-        )
-        self.client: ChatClient = ChatClient(self.client_config)
+        self.channel = ChatChannel(self.base_url, self.headers, config.timeout, MAX_RETRIES)
+        self.takes_tokens = False
+        """Whether later turns of a conversation are sent as the sampled token ids, instead of text."""
         self._admin: aiohttp.ClientSession | None = None
 
     async def authenticate(self) -> None:
@@ -93,13 +81,12 @@ class InferenceServer:
             return
         await self.close()
         self.headers, self._admin = headers, None
-        self.client_config = self.client_config.model_copy(update={"extra_headers": headers})
-        self.client = type(self.client)(self.client_config)
+        self.channel = ChatChannel(self.base_url, headers, self._config.timeout, MAX_RETRIES)
 
-    def use_tokens(self) -> None:
-        """From now on, send earlier turns as the sampled token ids instead of text."""
-        self.client_config = self.client_config.model_copy(update={"client_type": "openai_chat_completions_token"})
-        self.client = TokenChatClient(self.client_config)
+    @property
+    def timeout_s(self) -> float:
+        """Limit of a model call."""
+        return self._config.timeout
 
     async def is_ready(self) -> bool:
         """Whether `/health` returns 200, or there is no such route. A starting server refuses connections or returns
@@ -146,7 +133,7 @@ class InferenceServer:
         channel = ChatChannel(self.base_url, self.headers, ADMIN_TIMEOUT_S, MAX_RETRIES)
         body = {"model": self.model, "messages": PROBE_MESSAGES, "max_completion_tokens": 1, "logprobs": True}
         try:
-            reply = await channel.post("/chat/completions", body={**body, "return_token_ids": True})
+            reply = await channel.post("/chat/completions", {**body, "return_token_ids": True})
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
             raise InferenceFault(f"{self.base_url} does not answer a chat request: {error}") from error
         finally:
@@ -223,7 +210,7 @@ class InferenceServer:
                 await self.sleep(pauses_s[attempt])
 
     async def close(self) -> None:
-        await self.client.close()
+        await self.channel.close()
         if self._admin is not None:
             await self._admin.close()
 

@@ -179,14 +179,14 @@ def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogate
         sums_S = sums_S / tokens.sequences.lengths_S
     elif config.average == "constant":
         sums_S = sums_S / config.constant_tokens
-    mismatch = mismatch_kl(tokens.logprobs.detach() - tokens.behave_logprobs)
+    mismatch = mismatch_kl(tokens.logprobs.detach() - tokens.inference_logprobs)
     return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **metrics})
 
 
 def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
     """Default losses, before division by the step's tokens or sequences. Formula: see the module."""
     sequences = tokens.sequences
-    log_ratio = tokens.logprobs.detach() - tokens.behave_logprobs
+    log_ratio = tokens.logprobs.detach() - tokens.inference_logprobs
     ratio = log_ratio.exp()
     dropped, metrics = _trust_region_mask(tokens, log_ratio, ratio, config)
     bonus = config.adv_tau * tokens.advantages

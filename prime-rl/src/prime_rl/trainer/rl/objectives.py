@@ -33,7 +33,7 @@ class Tokens:
 
     logprobs: Tensor
     """Log-probabilities under the trained policy; the only field with a gradient."""
-    behave_logprobs: Tensor
+    inference_logprobs: Tensor
     prox_logprobs: Tensor
     advantages: Tensor
     sequences: Sequences
@@ -52,7 +52,7 @@ def clip_objective(tokens: Tokens, config: ClipLossConfig) -> tuple[Tensor, dict
     DAPO (Yu et al. 2025, with high > low) and REINFORCE++ (Hu et al. 2025), which differ in how they average losses and
     compute advantages.
     """
-    ratio = importance_ratio(tokens.logprobs, tokens.behave_logprobs)
+    ratio = importance_ratio(tokens.logprobs, tokens.inference_logprobs)
     return clipped_surrogate(ratio, tokens.advantages, (config.clip_low, config.clip_high), config.dual_clip)
 
 
@@ -62,7 +62,7 @@ def gspo_objective(tokens: Tokens, config: GSPOLossConfig) -> tuple[Tensor, dict
     s = exp(mean over t of (log theta_t - log behave_t)) is the ratio of the sequence. s_t = sg(s) * theta_t /
     sg(theta_t) has the value of s and the gradient of token t; l_t = -min(s_t*A_t, clip(s_t, 1-low, 1+high)*A_t).
     """
-    means_S = tokens.sequences.mean((tokens.logprobs - tokens.behave_logprobs).detach())
+    means_S = tokens.sequences.mean((tokens.logprobs - tokens.inference_logprobs).detach())
     sequence_log_ratio = tokens.sequences.spread(means_S)
     ratio = importance_ratio(sequence_log_ratio + tokens.logprobs, tokens.logprobs.detach())
     return clipped_surrogate(ratio, tokens.advantages, (config.clip_low, config.clip_high))
@@ -74,7 +74,7 @@ def truncated_objective(tokens: Tokens, config: TruncatedLossConfig) -> tuple[Te
     CISPO (MiniMax 2025, MiniMax-M1) averages it over tokens. RLOO (Ahmadian et al. 2024, Back to Basics) sums it over
     the sequence and uses leave-one-out advantages; as published, it is on-policy, so all weights are 1.
     """
-    weight = importance_ratio(tokens.logprobs.detach(), tokens.behave_logprobs)
+    weight = importance_ratio(tokens.logprobs.detach(), tokens.inference_logprobs)
     kept = weight.clamp(config.weight_low, config.weight_high)
     return -kept * tokens.advantages * tokens.logprobs, {
         "importance_ratio": weight,
@@ -91,7 +91,7 @@ def decoupled_objective(tokens: Tokens, config: DecoupledLossConfig) -> tuple[Te
     ratio = importance_ratio(tokens.logprobs, tokens.prox_logprobs)
     clip = (config.clip_low, config.clip_high)
     losses, metrics = clipped_surrogate(ratio, tokens.advantages, clip, config.dual_clip)
-    weight = importance_ratio(tokens.prox_logprobs, tokens.behave_logprobs)
+    weight = importance_ratio(tokens.prox_logprobs, tokens.inference_logprobs)
     cap = torch.inf if config.behaviour_weight_cap is None else config.behaviour_weight_cap
     kept = torch.where(weight > cap, 0.0, weight)
     return kept * losses, metrics | {"behave_weight": weight, "is_masked": (weight > cap).float()}

@@ -56,7 +56,7 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
     expected: dict[str, tuple[Sequence[object], int]] = {
         "prompt_mask": (sample.prompt_mask, prompt),
         "completion_mask": (sample.completion_mask, completion),
-        "completion_logprobs": (sample.completion_logprobs, completion),
+        "inference_logprobs": (sample.inference_logprobs, completion),
         "completion_temperatures": (sample.completion_temperatures, completion),
     }
     if sample.teacher_logprobs is not None:
@@ -95,7 +95,7 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
         advantages=[sample.advantage] * length
         if sample.completion_advantages is None
         else [sample.advantage] * prompt + sample.completion_advantages,
-        inference_logprobs=[0.0] * prompt + sample.completion_logprobs,
+        inference_logprobs=[0.0] * prompt + sample.inference_logprobs,
         position_ids=list(range(length)),
         temperatures=[first_temperature] * prompt + sample.completion_temperatures,
         teacher_logprobs=sample.teacher_logprobs,

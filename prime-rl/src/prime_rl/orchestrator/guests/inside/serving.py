@@ -10,30 +10,42 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 from .frames import PROTOCOL, encode, receive, receive_now
 from .judge_arguments import judge_arguments
-from .verifiers_api import cancelled_on_exit
 
 _DEATH_SIGNAL = 1
 """The option PR_SET_PDEATHSIG of prctl, on Linux."""
+OLDEST_FOR_AGENTS = (3, 11)
+
+
+class Unusable(Exception):
+    """What is served cannot be loaded. The message is one line."""
+
+
+class Ending(Exception):
+    """The process ends; the orchestrator starts another one."""
 
 
 def main() -> None:
     _end_with_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with socket.socket(fileno=int(sys.argv[-1])) as connection:
         _keep_from_children(connection)
         start = receive_now(connection)
         if start is None:
             return
         try:
             served = _load(start)
+        except Unusable as error:
+            connection.sendall(encode({"fault": str(error)}))
+            return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
             connection.sendall(encode({"fault": _one_line(error)}))
             return
-        connection.sendall(encode({"protocol": PROTOCOL, "verifiers": _version(), "python": sys.version.split()[0]}))
+        connection.sendall(encode({"protocol": PROTOCOL, "python": sys.version.split()[0], **_versions()}))
         # What is loaded stays. Rollouts make garbage fast, and each full collection would look at all of it.
         gc.freeze()
         asyncio.run(_serve(served, connection))
@@ -57,6 +69,13 @@ def _keep_from_children(connection: socket.socket) -> None:
 def _load(start: dict[str, Any]) -> Any:
     if start["protocol"] != PROTOCOL:
         raise RuntimeError(f"the orchestrator speaks version {start['protocol']} of the protocol, not {PROTOCOL}")
+    if "--agent" in sys.argv:
+        if sys.version_info < OLDEST_FOR_AGENTS:
+            oldest = ".".join(map(str, OLDEST_FOR_AGENTS))
+            raise Unusable(f"an agent needs Python {oldest} or later; this is {sys.version.split()[0]}")
+        from . import agent
+
+        return agent.Served(start)
     import verifiers
 
     # 0.3 has both interfaces, and 0.4 only v1.
@@ -72,10 +91,12 @@ def _load(start: dict[str, Any]) -> Any:
     return verifiers_api.Served({**start, "args": {**given, **start["args"]}})
 
 
-def _version() -> str:
+def _versions() -> dict[str, str]:
+    if "--agent" in sys.argv:
+        return {}
     from importlib.metadata import version
 
-    return version("verifiers")
+    return {"verifiers": version("verifiers")}
 
 
 async def _serve(served: Any, connection: socket.socket) -> None:
@@ -114,6 +135,12 @@ async def _answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWr
     with contextlib.suppress(ConnectionError):
         writer.write(answer)
         await writer.drain()
+    try:
+        served.after_answer()
+    except Ending as why:
+        sys.stderr.write(f"{why}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _one_line(error: BaseException) -> str:
@@ -122,3 +149,14 @@ def _one_line(error: BaseException) -> str:
     # verifiers hides why an import failed behind an error of its own.
     texts = [" ".join(str(each).split()) for each in (error, error.__cause__) if each is not None]
     return f"{type(error).__name__}: {': '.join(texts)}"
+
+
+@contextlib.asynccontextmanager
+async def cancelled_on_exit(tasks: set[asyncio.Task[None]]) -> AsyncIterator[None]:
+    """Cancel the tasks at the end of the block, and wait for them."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

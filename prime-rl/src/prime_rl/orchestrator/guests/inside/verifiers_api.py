@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +12,7 @@ from .frames import finite
 from .model_client import NO_SESSION, Clients, for_verifiers
 from .returned import wrong_type
 from .reward_records import KEY as REWARD_ERRORS
-from .reward_records import leaves, record_reward_errors
+from .reward_records import functions_with_weights, leaves, record_reward_errors
 
 SESSION_KEY = "prime_rl_session"
 """Key of a rollout's state that tells which session asked the model."""
@@ -40,9 +38,9 @@ class Served:
         else:
             for name, value in attributes.items():
                 setattr(self.env, name, value)
-        self._rubrics = list(leaves(getattr(self.env, "rubric", None)))
-        for rubric in self._rubrics:
-            record_reward_errors(rubric)
+        rubric = getattr(self.env, "rubric", None)
+        record_reward_errors(rubric)
+        self._rubrics = list(leaves(rubric))
         self.env.rollout = _signed(self.env.rollout)
         self._clients: dict[str, Clients] = {}
         self._datasets: dict[str, Any] = {}
@@ -51,7 +49,7 @@ class Served:
         """Number of rows, reward functions with their weights, and tools of the environment."""
         return {
             "rows": len(self._dataset(split)),
-            "functions": dict(pair for rubric in self._rubrics for pair in _weights(rubric)),
+            "functions": dict(pair for rubric in self._rubrics for pair in functions_with_weights(rubric)),
             "tools": getattr(self.env, "tool_defs", None) or getattr(self.env, "oai_tools", None) or [],
         }
 
@@ -72,6 +70,9 @@ class Served:
         outside = for_verifiers(clients.of_session(NO_SESSION))
         states = await self._states(inputs, outside, model, sampling_args)
         return [_output(state) for state in states]
+
+    def after_answer(self) -> None:
+        """Nothing ends the process."""
 
     async def close(self) -> None:
         """Nothing outlives the process."""
@@ -150,14 +151,6 @@ class _NoLimit:
         """Nothing to release."""
 
 
-def _weights(rubric: Any) -> Iterator[tuple[str, float]]:
-    functions = getattr(rubric, "funcs", None) or getattr(rubric, "reward_funcs", None) or []
-    weights = getattr(rubric, "weights", None) or getattr(rubric, "reward_weights", None) or []
-    for function, weight in zip(functions, weights):  # noqa: B905 - Python 3.9 has no strict
-        if weight or not str(getattr(function, "__module__", "")).startswith("verifiers."):
-            yield getattr(function, "__name__", repr(function)), float(weight)
-
-
 def _output(state: Mapping[str, Any]) -> dict[str, Any]:
     """What the orchestrator reads of a rollout."""
     error = state.get("error")
@@ -176,14 +169,3 @@ def _output(state: Mapping[str, Any]) -> dict[str, Any]:
         "completion": state.get("completion"),
         REWARD_ERRORS: state.get(REWARD_ERRORS) or [],
     }
-
-
-@contextlib.asynccontextmanager
-async def cancelled_on_exit(tasks: set[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Cancel the tasks at the end of the block, and wait for them."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

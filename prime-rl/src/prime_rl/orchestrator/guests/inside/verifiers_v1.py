@@ -94,6 +94,9 @@ class Served:
         episode = await self.env.run_episode(task, context, on_trace=minted)
         return {"session": key, **_output(episode, errors, attempts)}
 
+    def after_answer(self) -> None:
+        """Nothing ends the process."""
+
     async def close(self) -> None:
         await self._serving.end()
 

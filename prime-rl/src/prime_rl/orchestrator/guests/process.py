@@ -1,28 +1,45 @@
-"""Starts an environment in its own interpreter, and exchanges messages with it."""
+"""Runs the code of an environment or an agent in a process of its own: starts it, asks it, and replaces it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.monitors.tracing import own_trace
+from prime_rl.orchestrator.env_servers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.env_servers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.guests.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
+from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.orchestrator.proxy.routes import RecordingProxy
+from prime_rl.orchestrator.reports.sessions import record_rollouts
+from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
 from prime_rl.utils.gpus import MASK_VARIABLE
+from prime_rl.utils.logger import get_logger
 
 LOOPBACK = "127.0.0.1"
 INSIDE = Path(__file__).parent / "inside"
 STOP_GRACE_S = 5.0
+ROWS_AT_ONCE = 256
+SHOWN_ROWS = 16
+"""Rows of an endless environment that are read at the start, to look at their prompts."""
+BLOCKED_S = 30.0
+"""Seconds after the end of a time limit in which a process must answer. One that does not is blocked by its code."""
+MAX_ENDS_IN_A_ROW = 5
+"""Ends of the process without an answer between them, after which its code counts as broken."""
 _OURS = frozenset(
     {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE}
 )
@@ -270,3 +287,188 @@ def _value(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         raise GuestError(str(answer["error"]), str(answer.get("kind", "")))
     return answer.get("value")
+
+
+class GuestEnded(GroupFailed):
+    """The process ended or did not answer. Its requests fail; later ones get a new process."""
+
+
+class RestartingGuest:
+    """Asks a process that is replaced when it is gone."""
+
+    def __init__(self, process: GuestProcess) -> None:
+        self.guest: Guest = process.guest
+        self.blocked_s = BLOCKED_S
+        self._process: GuestProcess | None = process
+        self._starting = asyncio.Lock()
+        # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
+        # because a guest dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "guest")
+        self._ends_in_a_row = 0
+
+    async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
+        """The answer to one request. `limit_s` is a time after which the process counts as blocked.
+
+        Raises:
+            GuestError: the code failed.
+            GuestEnded: the process ended, or does not answer within `limit_s`.
+            EnvironmentFault: it ends whenever it is started.
+        """
+        process = await self._running()
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                value = await process.ask(do, **arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._lost(process, f"it blocks its process: no answer within {limit_s:g} s", "Blocked") from error
+        except EnvironmentFault as error:
+            raise self._lost(process, str(error), "EnvironmentEnded") from error
+        self._ends_in_a_row = 0
+        return value
+
+    async def _running(self) -> GuestProcess:
+        async with self._starting:
+            if self._process is None:
+                if self._ends_in_a_row >= MAX_ENDS_IN_A_ROW:
+                    raise EnvironmentFault(
+                        f"{self.guest.place}: the process of {self.guest.module!r} ended {self._ends_in_a_row} times "
+                        "in a row before it answered anything; what it printed is in this log"
+                    )
+                loop = asyncio.get_running_loop()
+                self._process = await loop.run_in_executor(self._thread, GuestProcess.start, self.guest)
+            return self._process
+
+    def _lost(self, process: GuestProcess, why: str, reason: str) -> GuestEnded:
+        """The first request that notices ends the process, and alone counts against the environment."""
+        is_first = process is self._process
+        if is_first:
+            self._process = None
+            self._ends_in_a_row += 1
+            get_logger().warning(f"The process of {self.guest.module!r} is gone or blocked, and starts again")
+            process.kill()
+        return GuestEnded(why, reason, is_of_environment=is_first)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            await self._process.close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class ProcessWorker:
+    """Runs a verifiers environment of any supported version in an interpreter of its own.
+
+    It asks the model through a proxy of this process, which listens on the loopback interface.
+    """
+
+    def __init__(self, name: str, process: GuestProcess, proxy: RecordingProxy) -> None:
+        self.name = name
+        self.guest = RestartingGuest(process)
+        self.proxy = proxy
+        self._process = process
+
+    @classmethod
+    def start(cls, name: str, guest: Guest) -> Self:
+        """Raises EnvironmentFault if the environment does not load in its interpreter."""
+        process = GuestProcess.start(guest)
+        get_logger().info(f"Environment {name!r} runs in {guest.python} ({process.versions})")
+        return cls(name, process, RecordingProxy())
+
+    def describe(self, split: Split) -> Described:
+        """Ask the process, before the event loop runs. Raises EnvironmentFault if it cannot make its dataset."""
+        process = self._process
+        try:
+            found = process.ask_now("describe", split=split)
+            count = SHOWN_ROWS if found["rows"] is None else found["rows"]
+            texts = list(_row_texts(process, split, count))
+        except GuestError as error:
+            raise EnvironmentFault(
+                f"{process.guest.place}: cannot build the dataset of {self.name!r}: {error}"
+            ) from error
+        return Described(TextRows(texts), found["rows"] is None, found["functions"], found["tools"])
+
+    async def open(self) -> None:
+        await self.proxy.open()
+
+    async def roll_out(self, group: GroupRequest) -> list[Rollout]:
+        """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
+
+        Raises:
+            GuestError: the environment's code failed.
+            GuestEnded: its process ended; the next group gets a new one.
+            EnvironmentFault: its process ends whenever it is started.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
+        """
+        await self.proxy.open()
+        for retries_left in range(group.max_retries, -1, -1):
+            try:
+                rollouts = await self._attempt(group)
+                fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
+            except GuestError as error:
+                if not retries_left:
+                    raise
+                fault = str(error)
+            if fault is None or not retries_left:
+                break
+            get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; once more")
+        return rollouts
+
+    async def _attempt(self, group: GroupRequest) -> list[Rollout]:
+        sessions_of_group = self.proxy.sessions.opened(group.size, group.server, group.sampling_args)
+        # The proxy asks for log-probabilities by itself: answers need not carry them to an environment that drops them.
+        sampling = {name: each for name, each in group.sampling_args.items() if name not in ("logprobs", "extra_body")}
+        try:
+            async with in_time(group.timeout_s, group.example.env, group.example.row):
+                with sessions_of_group as sessions:
+                    outputs = await self.guest.ask(
+                        "run_group",
+                        split=group.split,
+                        row=group.example.row,
+                        base_url=self.proxy.base_url,
+                        model=group.server.model,
+                        sampling_args=sampling,
+                        sessions=[session.key for session in sessions],
+                        proxy_key=self.proxy.key,
+                    )
+        except GroupTimeout:
+            # A process that code without `await` blocks answers nothing, and is replaced.
+            await self.guest.ask("describe", self.guest.blocked_s, split=group.split)
+            raise
+        record_rollouts(own_trace(), outputs, group.example)
+        by_key = {session.key: session for session in sessions}
+        return [_rollout_of(output, by_key[output["session"]], group) for output in outputs]
+
+    def waits_for(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        # First the process: the proxy waits for its open requests.
+        await self.guest.close()
+        await self.proxy.close()
+
+
+def _row_texts(process: GuestProcess, split: str, count: int) -> Iterator[str]:
+    """The rows of the dataset as JSON."""
+    start, at_once = 0, ROWS_AT_ONCE
+    while start < count:
+        try:
+            rows = process.ask_now("rows", split=split, start=start, stop=min(start + at_once, count))
+        except GuestError as error:
+            if error.kind != BadFrame.__name__ or at_once == 1:
+                raise
+            at_once //= 2  # more than one message can hold
+            continue
+        yield from (json.dumps(row) for row in rows)
+        start += at_once
+
+
+def _rollout_of(output: Mapping[str, Any], session: Session, group: GroupRequest) -> Rollout:
+    # The proxy samples as the run says, whatever the environment makes of its arguments.
+    given = {**output, "sampling_args": None}
+    rollout = read_rollout(given, group.example, group.temperature, group.version, group.vocab_size, session.trace)
+    rollout.is_truncated |= session.is_cut_off
+    return rollout
