@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 
@@ -169,7 +169,7 @@ def compare_conversations(directory: Path, conversations: int, turns: int, round
     seconds: dict[str, list[float]] = {"not cached": [], "cached": []}
     for _ in range(rounds):
         for name, kept_bytes in (("not cached", 0), ("cached", 1 << 30)):
-            with Engine(ModelRunner(model, 4 << 30), Limits(max_prefix_bytes=kept_bytes)).in_thread() as engine:
+            with Engine(ModelRunner(model, 4 << 30), EngineLimits(max_prefix_bytes=kept_bytes)).in_thread() as engine:
                 seconds[name].append(converse_s(engine, conversations, turns))
     uncached = statistics.median(seconds["not cached"])
     print(f"{conversations} conversations of {turns} turns, {TURN_TOKENS} new and {TURN_TOKENS // 2} drawn tokens each")

@@ -10,10 +10,9 @@ from torch import nn
 
 from prime_rl.configs.losses import DefaultLossConfig
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
-from prime_rl.trainer.rl.sequences import RowLayout
+from prime_rl.trainer.rl.rows import Row, RowLayout, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.step import forward_backward

@@ -16,7 +16,7 @@ from medarc_rl.errors import MedarcError, NothingToDo, UsageError
 from medarc_rl.explain.origins import OURS, Explained, explained_config
 from medarc_rl.explain.record import record_origins
 from medarc_rl.explain.screen import table
-from medarc_rl.migrate.kinds import suggested_migrations
+from medarc_rl.migrate.draft import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from medarc_rl.medarc_train import app
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "reverse_text" / "checkpoint"
@@ -17,6 +20,7 @@ def chat(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, "chat", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
     greedy = ["--temperature", "0", "--max-tokens", "40", "--device", "cpu"]
     done = chat(CHECKPOINT, "--base", f"{CHECKPOINT}/", "--prompt", "clinic cramp", *greedy)
@@ -24,6 +28,7 @@ def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
     assert done.stdout == f"[{CHECKPOINT}/]\nclinic cramp\n\n[{CHECKPOINT}]\nclinic cramp\n\n"
 
 
+@pytest.mark.slow
 def test_a_model_without_a_base_is_told_once_it_is_loaded(tmp_path: Path) -> None:
     done = chat(CHECKPOINT, "--prompt", "a", "--max-tokens", "2", "--device", "cpu")
     assert (done.returncode, done.stderr) == (0, "warning: no base model answers: name one with --base\n")
@@ -48,9 +53,10 @@ def test_a_model_without_a_base_is_told_once_it_is_loaded(tmp_path: Path) -> Non
         ([CHECKPOINT, "--temperature", "-1"], "'--temperature'"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[object], fault: str) -> None:
-    done = chat(*words)
-    assert done.returncode == 2
+def test_a_mistake_is_one_line(words: list[object], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["chat", *map(str, words)])
+    assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert fault in line

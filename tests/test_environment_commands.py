@@ -125,6 +125,7 @@ def functions(*names: str, **more: object) -> str:
     return json.dumps({"functions": ["contains", *names], **more})
 
 
+@pytest.mark.slow
 def test_every_broken_reward_and_row_is_named() -> None:
     broken = ("raises", "not_a_number", "words", "different")
     code, rows = rows_of("--args", functions(*broken, repeated=True), "--rows", 2)
@@ -139,18 +140,21 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert "IndexError: list index out of range (answer: no message; row 0)" in rows["warn", "reward function contains"]
 
 
+@pytest.mark.slow
 def test_the_last_line_counts_the_rows() -> None:
     result = env("check", "broken-rewards", "--args", '{"functions": ["no_such_function"]}')
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1] == "0 ok, 0 warnings, 1 failure"
 
 
+@pytest.mark.slow
 def test_right_answers_are_tried_in_more_rows_and_rows_that_refuse_theirs_are_named() -> None:
     _, rows = rows_of("--args", functions(refuses=6), "--rows", 2)
     assert rows["ok", "rows"] == "all kinds of answers tried in 2 of 8, right ones in 8"
     assert rows["warn", "reward: right"] == "earns no more than a wrong answer in 1 row, row 6 first"
 
 
+@pytest.mark.slow
 def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
     code, rows = rows_of("--args", functions("never_ends"), "--limit-s", 0.5, "--rows", 1)
     assert code == 1
@@ -160,12 +164,14 @@ def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
     assert "ended with code 7 while trying the answer 'right' in row 0" in rows["fail", "process"]
 
 
+@pytest.mark.slow
 def test_threads_that_an_environment_leaves_do_not_keep_the_check() -> None:
     _, rows = rows_of("--args", functions("keeps_a_thread"), "--limit-s", 20, "--rows", 1)
     assert ("fail", "process") not in rows
     assert ("ok", "rows") in rows
 
 
+@pytest.mark.slow
 def test_packages_that_are_made_pass_their_tests(place: Path) -> None:
     for kind in ABOUT:
         assert env("new", f"made-{kind}", "--kind", kind).exit_code == 0
@@ -195,6 +201,7 @@ def test_a_new_package_names_commands_that_run_where_it_was_made(
 
 
 @pytest.mark.parametrize("kind", ["multi-turn", "tools"])
+@pytest.mark.slow
 def test_packages_that_are_made_pass_the_check(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single-turn: tests/test_environment_page.py."""
     name = f"checked-{kind}"

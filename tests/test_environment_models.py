@@ -29,6 +29,7 @@ def tried(model: Path) -> Result:
     return CliRunner().invoke(app, words)
 
 
+@pytest.mark.slow
 def test_a_run_answers_with_its_newest_weights(run: RunPaths) -> None:
     shutil.copytree(CHECKPOINT, run.weight(7))
     (run.weight(7) / STABLE).touch()
@@ -37,6 +38,7 @@ def test_a_run_answers_with_its_newest_weights(run: RunPaths) -> None:
     assert "1 rollout, mean reward" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_that_has_sent_weights_only_to_its_engines_answers_with_those(run: RunPaths) -> None:
     sent = run.orchestrator.broadcast(3)
     sent.mkdir(parents=True)

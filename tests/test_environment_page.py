@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 NEW, INSTALL, TEST, CHECK, TRY, RUN = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()

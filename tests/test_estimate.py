@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from medarc_rl import medarc_slurm, medarc_train
+
+APPS = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -52,9 +55,8 @@ def sft_toml(tmp_path: Path, model: Path) -> Path:
 
 
 def run(command: str, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    code = f"from medarc_rl.{command} import main; main()"
-    argv = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, **env})
+    done = CliRunner().invoke(APPS[command], list(map(str, words)), env=env)
+    return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
 
 
 def answer(command: str, *words: str | Path) -> dict[str, Any]:

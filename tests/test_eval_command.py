@@ -80,6 +80,7 @@ def test_a_fault_is_one_line_and_nothing_is_written(options: list[str], fault: s
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_example_is_evaluated_with_a_server_of_its_own(tmp_path: Path) -> None:
     weights = tmp_path / "weights" / "step_5"
     shutil.copytree(MED_CALC / "checkpoint", weights)

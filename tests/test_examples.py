@@ -63,6 +63,7 @@ def test_the_command_in_the_header_of_every_example_is_dry_run(
     assert (tmp_path / f"{kind}.sh").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [REVERSE_TEXT, EXAMPLES / "agents"], ids=lambda folder: folder.name)
 def test_the_shipped_inputs_are_what_their_script_makes(folder: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, folder / "make_inputs.py", "--to", tmp_path], check=True)
@@ -71,6 +72,7 @@ def test_the_shipped_inputs_are_what_their_script_makes(folder: Path, tmp_path: 
         assert made.read_bytes() == shipped.read_bytes(), shipped.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -114,6 +116,7 @@ def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "weights" / f"step_{len(rewards)}" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_agent_of_openai_agents_trains_with_its_tool(tmp_path: Path) -> None:
     """The checkpoint that it starts from uses the tool in about two of three attempts."""
     shorter = ("--max-steps", "2", "--orchestrator.keep-rollouts.per-step", "16")

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from medarc_rl.medarc_train import app
 from prime_rl.run.lock import run_lock
 
 if importlib.util.find_spec("lm_eval") is None:
@@ -92,6 +94,7 @@ def rows(evaluated: Evaluated) -> list[dict[str, Any]]:
     return json.loads((evaluated.out / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_checkpoint_stands_beside_its_base_and_a_damaged_one_is_named(evaluated) -> None:
     done = evaluated.done
     assert done.returncode == 1, done.stderr
@@ -107,6 +110,7 @@ def test_every_checkpoint_stands_beside_its_base_and_a_damaged_one_is_named(eval
     assert [line[3] for line in table if line[:3] == ["med_terms,", "0-shot", "acc"]] == ["base", "step", "step"]
 
 
+@pytest.mark.slow
 def test_answers_that_were_cut_off_are_counted_and_warned_of(evaluated) -> None:
     (note, *_) = evaluated.result("base", "med_arithmetic")["medarc"]["notes"]
     cut = [sample for sample in evaluated.samples("base", "med_arithmetic") if sample["filter"] == "strict-match"]
@@ -115,12 +119,14 @@ def test_answers_that_were_cut_off_are_counted_and_warned_of(evaluated) -> None:
     assert f"warning: base | med_arithmetic: {note}" in evaluated.done.stdout
 
 
+@pytest.mark.slow
 def test_files_are_for_their_owner_alone_and_hold_no_key(evaluated) -> None:
     files = [path for path in evaluated.out.rglob("*") if path.is_file()]
     assert {oct(path.stat().st_mode & 0o077) for path in files} == {"0o0"}
     assert not [path for path in files if b"Bearer" in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_lm_evals_own_transformers_backend(evaluated, run) -> None:
     folder = run / "weights" / "step_40"
     assert_same_as_transformers(evaluated, folder, is_chat=True, limit=QUESTIONS, gen_kwargs={"max_gen_toks": 12})
@@ -182,6 +188,7 @@ def assert_same_as_transformers(
             assert scores[key] == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_a_second_start_makes_only_what_is_missing(evaluated, run, words) -> None:
     kept = evaluated.out / "base" / "med_terms.own-shot.json"
     before = kept.stat().st_mtime_ns
@@ -233,8 +240,9 @@ def test_checkpoints_are_taken_as_they_appear_until_the_run_ends(tmp_path) -> No
     assert len(said) == 3
 
 
+@pytest.mark.slow
 def test_unknown_tasks_are_named_before_a_model_is_loaded() -> None:
-    from medarc_rl.lm_eval.tasks import TaskFaults, find_tasks
+    from medarc_rl.lm_eval.worker import TaskFaults, find_tasks
 
     with pytest.raises(TaskFaults) as found:
         find_tasks(["gsm8", "med_term", "humaneval", "med_terms"], str(TASKS), allow_unsafe_code=False)
@@ -261,9 +269,11 @@ def test_unknown_tasks_are_named_before_a_model_is_loaded() -> None:
         ([CHECKPOINT, "--tasks", "t", "--max-model-len", "99999"], "max_model_len"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[object], fault: str, tmp_path) -> None:
-    done = lm_eval(*words, "--output-dir", tmp_path / "out")
-    assert done.returncode == 2
+def test_a_mistake_is_one_line(words: list[object], fault: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = CliRunner().invoke(app, ["lm-eval", *map(str, words), "--output-dir", str(tmp_path / "out")])
+    assert done.exit_code == 2
     (line,) = done.stderr.splitlines()[-1:]
     assert line.startswith("error: ")
     assert fault in line
@@ -271,7 +281,7 @@ def test_a_mistake_is_one_line(words: list[object], fault: str, tmp_path) -> Non
 
 
 def test_a_published_score_is_shown_only_for_the_same_setting() -> None:
-    from medarc_rl.lm_eval.published import published_score
+    from medarc_rl.lm_eval.scores import published_score
 
     settings = {"limit": None, "gen_kwargs": {}, "used_max_gen_toks": 256}
     facts = {"model": "Qwen/Qwen3-1.7B-Base", "chat_template": False, "settings": settings}

@@ -253,6 +253,7 @@ def values(records: list[dict[str, Any]], name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
+@pytest.mark.slow
 def test_the_sft_file_trains_what_the_shipped_checkpoint_is_made_of(tmp_path: Path) -> None:
     short = ("--scheduler.warmup-steps", "1", "--scheduler.decay-steps", "1")
     losses = values(train("sft", tmp_path, "--max-steps", "4", *short), "loss/mean")

@@ -86,7 +86,7 @@ def test_sft_is_handed_to_the_launcher(launches: Launches, sft_toml: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [("sft", "prime_rl.trainer.sft.preflight"), ("rl", "prime_rl.orchestrator.env_servers.examination")],
+    [("sft", "prime_rl.trainer.sft.preflight"), ("rl", "prime_rl.orchestrator.env_checks.examination")],
 )
 def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alone(
     command: str, module: str, stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request

@@ -9,7 +9,7 @@ import pytest
 
 from medarc_rl.errors import UsageError
 from medarc_rl.migrate.migration import migrate
-from medarc_rl.migrate.statements import split_statements
+from medarc_rl.migrate.text import split_statements
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.utils.pydantic_config import load_config, to_toml

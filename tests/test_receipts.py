@@ -68,6 +68,7 @@ def assert_is_as_saved(trainer: dict[str, Any], paths: RunPaths, step: int, scra
         assert xxhash.xxh3_128_hexdigest((paths.checkpoint(step) / name).read_bytes()) == digest
 
 
+@pytest.mark.slow
 def test_the_receipt_of_sft_says_what_was_saved(tmp_path: Path) -> None:
     numbers = random.Random(0)
     rows = [{"prompt": str(numbers.random()), "completion": str(numbers.random())} for _ in range(40)]

@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
-pytestmark = pytest.mark.skipif(find_spec("material") is None, reason="MkDocs is missing: uv sync --group docs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("material") is None, reason="MkDocs is missing: uv sync --group docs"),
+]
 
 
 @pytest.fixture(scope="module")

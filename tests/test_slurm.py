@@ -41,7 +41,7 @@ if [[ $2 == prime_rl.trainer.* ]]; then exec "$here/trainer" "$@"; fi
 exec "$here/python3" "$@"
 """
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def submit(command: str, *words: object) -> Result:

@@ -76,6 +76,7 @@ def test_a_submitted_job_is_recorded_followed_and_waited_for(slurm, submit: Call
 
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_jobs_that_fail_are_preempted_or_cancelled_are_told_apart(slurm, submit: Callable, tmp_path: Path) -> None:
     submit("bad", "exit 7")
     result = jobs("wait", "bad", "--interval", "0.1")

@@ -88,7 +88,6 @@ class Run:
     num_processes: int
 
 
-WITH_VLLM = [pytest.mark.vllm, pytest.mark.slow]
 DIRECT = "--weight-broadcast.type nccl"
 TWO_RANKS = f"{DIRECT} --train-gpus 2"
 SPLIT = f"{DIRECT} --infer-gpus 2 --inference.parallel.tp 2"
@@ -121,7 +120,15 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
 @pytest.fixture(
     scope="module",  # set up before the variables of the person who runs the tests are hidden
-    params=[pytest.param(name, marks=WITH_VLLM if name.startswith("vllm") else []) for name in SETTINGS],
+    params=[
+        "embedded",
+        pytest.param("embedded-direct-two-ranks", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=[pytest.mark.vllm, pytest.mark.slow])
+            for name in SETTINGS
+            if name.startswith("vllm")
+        ),
+    ],
 )
 def run(request: pytest.FixtureRequest, run_of: Callable[[str], Run]) -> Run:
     return run_of(request.param)
@@ -223,6 +230,7 @@ def test_with_bound_lag_no_token_is_trained_on_more_than_max_async_level_steps_a
     assert max(map(max, lags.values())) <= 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_two_trainer_processes_sends_its_weights_first(
     run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:

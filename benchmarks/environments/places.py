@@ -28,11 +28,11 @@ from orchestrator_overhead import ENVIRONMENT, GROUP, MODEL, ROWS, cpu_s, engine
 
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
 
 NAME = "instant-env"
 WARMUP_S = 1.0

@@ -14,7 +14,7 @@ from shapes import model_dir
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cuda.decode_graphs import Compute, DecodeGraphs
+from prime_rl.inference.embedded.engine.decode_graphs import Compute, DecodeGraphs
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model

@@ -27,7 +27,7 @@ from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, LowRank
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.startup import STEPS_WITHOUT_PROMPTS
 
 PROMPT_TOKENS = 128
@@ -67,7 +67,7 @@ def measured(
     model, source = load_model(str(directory), "bfloat16", torch.device(findings.device))
     kv_bytes = (1 if findings.is_tiny else 16) << 30
     runner = ModelRunner(model, kv_bytes, source, enforce_eager=is_eager)
-    with Engine(runner, Limits(max_running=max(sizes.batches))).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_running=max(sizes.batches))).in_thread() as engine:
         weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         for batch in sizes.batches:
             first_s = generate(engine, shape, batch, sizes.new_tokens)  # records the graphs of these sizes
@@ -95,14 +95,14 @@ def as_in_rl(shape: str, scratch: Path, sizes: Sizes, findings: Findings) -> tup
     runner = ModelRunner(model, (1 if findings.is_tiny else 16) << 30, source)
     adapter = random_adapter(runner)
     batch = sizes.batches[len(sizes.batches) // 2]
-    with Engine(runner, Limits(max_running=batch)).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_running=batch)).in_thread() as engine:
         generate(engine, shape, batch, sizes.new_tokens, adapter)
         seconds = generate(engine, shape, batch, sizes.new_tokens, adapter)
     findings.row(
         shape=shape, decoding="adapter", batch=batch, tokens_per_s=round(batch * sizes.new_tokens / seconds, 1)
     )
     for waiting in (0, STEPS_WITHOUT_PROMPTS):
-        with Engine(runner, Limits(max_running=batch, steps_without_prompts=waiting)).in_thread() as engine:
+        with Engine(runner, EngineLimits(max_running=batch, steps_without_prompts=waiting)).in_thread() as engine:
             arriving(engine, shape, batch, sizes.new_tokens)
             tokens_per_s = arriving(engine, shape, batch, sizes.new_tokens)
         decoding = f"arriving, joining every {waiting + 1} steps"

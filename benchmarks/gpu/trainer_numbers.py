@@ -21,7 +21,7 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.attention import FLEX, VARLEN
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import setup_world
 
 LENGTHS = (70, 130, 1, 300)

@@ -34,9 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.perf import flops_per_token
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import setup_world
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -26,8 +26,8 @@ def begin(kind: str, size: int, folder: Path) -> Action:
     from prime_rl.checks.data_files import data_faults
     from prime_rl.checks.start_dir import StartDir
     from prime_rl.configs.sft import SFTConfig
-    from prime_rl.trainer.sft.data.entries import setup_entries
-    from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
+    from prime_rl.trainer.sft.data.sources import setup_entries
+    from prime_rl.trainer.sft.resume import fingerprint_of
 
     config = SFTConfig(model={"name": "x"}, data={"name": str(folder / f"rows.{kind}")}, max_steps=1)
 
@@ -60,7 +60,7 @@ class NoTokenizer:
 
 def begin_reading(kind: str, size: int, folder: Path) -> Action:
     from prime_rl.configs.sft import SFTDataConfig
-    from prime_rl.trainer.sft.data.entries import setup_entries
+    from prime_rl.trainer.sft.data.sources import setup_entries
 
     entries = setup_entries(SFTDataConfig(name=str(folder / f"rows.{kind}")))
 

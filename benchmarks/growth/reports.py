@@ -64,7 +64,7 @@ def prepare(with_rollouts: bool, size: int, folder: Path) -> None:
 
 
 def begin_report(size: int, folder: Path) -> Action:
-    from medarc_rl.report.groups import Group
+    from medarc_rl.report.charts import Group
     from medarc_rl.report.write import write_report
     from prime_rl.history.run import RunHistory
 

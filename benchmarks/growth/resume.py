@@ -20,7 +20,7 @@ def begin(kind: str, streaming: bool, size: int, folder: Path) -> Action:
     import pyarrow.parquet  # noqa: F401 - so that its import is not measured
 
     from prime_rl.configs.sft import SFTDataConfig
-    from prime_rl.trainer.sft.data.entries import setup_entries
+    from prime_rl.trainer.sft.data.sources import setup_entries
 
     config = SFTDataConfig(name=str(folder / f"rows.{kind}"), streaming=streaming)
     position = size // 2

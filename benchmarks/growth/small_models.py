@@ -11,7 +11,7 @@ from measure import Action
 
 if TYPE_CHECKING:
     from prime_rl.trainer.checkpoints.state import TrainState
-    from prime_rl.trainer.process.parallel_dims import Mesh
+    from prime_rl.trainer.process.mesh import Mesh
 
 
 def llama(**sizes: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def builder(config: Mapping[str, Any], folder: Path) -> tuple[Callable[[], Train
     from prime_rl.trainer.model.build import setup_model
     from prime_rl.trainer.optim.optimizer import setup_optimizer
     from prime_rl.trainer.optim.scheduler import setup_scheduler
-    from prime_rl.trainer.process.parallel_dims import ParallelDims
+    from prime_rl.trainer.process.mesh import ParallelDims
     from prime_rl.trainer.process.world import setup_world
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,7 +52,7 @@ def checkpoint(loads: bool, config: Mapping[str, Any], folder: Path) -> Action:
     from prime_rl.configs.trainer import CheckpointConfig
     from prime_rl.run.paths import RunPaths
     from prime_rl.trainer.checkpoints.manager import CheckpointManager
-    from prime_rl.trainer.checkpoints.reading import read_sharded  # noqa: F401 - so that its import is not measured
+    from prime_rl.trainer.checkpoints.sharded import read_sharded  # noqa: F401 - so that its import is not measured
 
     state = build()
     state.policy.optimizer.step()

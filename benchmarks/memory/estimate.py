@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from cases import Case, grid  # noqa: E402
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.process.parallel_dims import Mesh
+    from prime_rl.trainer.process.mesh import Mesh
 
 _MB = 1e6
 
@@ -54,7 +54,7 @@ class Result:
 
 def compare(case: Case, device: str) -> Result:
     """Estimate and measure one case, in a world of its own."""
-    from prime_rl.trainer.process.parallel_dims import ParallelDims
+    from prime_rl.trainer.process.mesh import ParallelDims
     from prime_rl.trainer.process.world import destroy_world, setup_world
 
     process = setup_world(device, timeout_s=60, environ={})

@@ -21,9 +21,8 @@ from transformers import AttentionInterface
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.kernels.attention import VARLEN, varlen_attention
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.optim.offload import local
-from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.optim.optimizer import clip_gradients, local, setup_optimizer
+from prime_rl.trainer.process.mesh import Mesh
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig}
 BUILD = "prime_rl.trainer.model.build"
@@ -82,7 +81,7 @@ def running_as_on_a_gpu() -> Iterator[None]:
     """Let a trainer on a CPU use the operations of one on a GPU: PyTorch's modules and varlen attention."""
     # The check of the model's logits takes longer than the measurement, and has freed its memory before it.
     skipped = ("keep_gradients", "check_scoring")
-    names = ("use_lean_norms", "use_lean_mlps", "use_lean_embedding", "use_lean_linears", *skipped)
+    names = ("use_lean_norms", "use_lean_mlps", "use_lean_linears", *skipped)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(patch(f"{BUILD}.{name}", lambda *args: None))
@@ -91,7 +90,7 @@ def running_as_on_a_gpu() -> Iterator[None]:
             stack.enter_context(patch(f"prime_rl.trainer.{step}.step.accumulated", lambda model, rows, process: rows))
         stack.enter_context(
             patch(
-                "prime_rl.trainer.kernels.linear_cross_entropy.Limits.float_rows",
+                "prime_rl.trainer.kernels.heads.ChunkSizes.float_rows",
                 lambda limits, width, on_cpu: max(1, limits.float_logits // width),
             )
         )

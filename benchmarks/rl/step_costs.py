@@ -105,10 +105,10 @@ def costs_of_trainer(out: Path, steps: int, is_bf16: bool) -> tuple[dict[str, fl
     from prime_rl.trainer.kernels.product_choice import ProductChoice
     from prime_rl.trainer.model.build import setup_model
     from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-    from prime_rl.trainer.process.parallel_dims import ParallelDims
+    from prime_rl.trainer.process.mesh import ParallelDims
     from prime_rl.trainer.process.world import setup_world
+    from prime_rl.trainer.rl.batches import pack_batch
     from prime_rl.trainer.rl.loss import setup_loss
-    from prime_rl.trainer.rl.packing import pack_batch
     from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
     from prime_rl.trainer.rl.step import ForwardBackward, StepSize
     from prime_rl.transport.messages import TrainingBatch, TrainingSample

@@ -126,7 +126,7 @@ class ListOptions:
 
 def list_environments(options: ListOptions) -> int:
     """List the environments that runs find by id: installed ones, and those of the run's own interpreter."""
-    from medarc_rl.environments.listing import list_environments as run
+    from medarc_rl.environments.installing import list_environments as run
 
     return run(options)
 
@@ -138,6 +138,6 @@ class UninstallOptions:
 
 def uninstall(options: UninstallOptions) -> int:
     """Remove an environment that `env install` has installed."""
-    from medarc_rl.environments.listing import uninstall as run
+    from medarc_rl.environments.installing import uninstall as run
 
     return run(options)

@@ -96,7 +96,7 @@ def installed(environment: str, arguments: dict[str, Any]) -> Iterator[tuple[Env
     is installed for as long as the block runs.
 
     Raises:
-        UsageError: there is no such environment, or one of ours does not take the arguments.
+        UsageError: the environment does not exist, or a built-in one does not take the arguments.
     """
     if not environment.strip():
         raise UsageError("ID: it is empty")

@@ -1,4 +1,4 @@
-"""`env install`: puts an environment where runs find it, and where `uv sync` does not remove it."""
+"""`env install`, `env list` and `env uninstall`: environments that runs find and `uv sync` does not remove."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, distributions
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution, distributions, version
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +20,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from medarc_rl.cli import say, warn
-from medarc_rl.commands.environments import InstallOptions
+from medarc_rl.commands.environments import InstallOptions, ListOptions, UninstallOptions
 from medarc_rl.errors import MedarcError, UsageError
-from prime_rl.checks.packages import LOADER, lacks_name_in
+from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name, lacks_name_in
 from prime_rl.interpreters.in_use import remove_unless_used, unused_for
 from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, canonical_id, module_of
 from prime_rl.interpreters.venvs import Uv, VenvError, python_of
@@ -29,9 +30,9 @@ from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import one_line
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
-"""What an environment gets that does not say which verifiers it needs."""
+"""Requirement that is added for a package which does not name a version of verifiers."""
 Kind = Literal["own", "shared", "fitting"]
-"""Which interpreter an environment gets: `fitting` is the run's if it has what the environment requires."""
+"""Interpreter for an environment. `fitting`: the run's if it meets all requirements, otherwise a new one."""
 _LOOK = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -50,7 +51,7 @@ _LEFT_DAYS = 1
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to install, as uv takes it."""
+    """Argument of `uv pip install`."""
 
     text: str
     is_editable: bool
@@ -62,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What the metadata of the environment's package say."""
+    """Metadata of the environment's package."""
 
     name: str
     version: str
@@ -93,7 +94,7 @@ def install_into(
 
     Raises:
         MedarcError: it cannot be installed.
-        UsageError: it is no environment, or does not fit.
+        UsageError: it is not an environment, or does not fit.
     """
     try:
         registry.all()
@@ -269,3 +270,107 @@ def _remove_left(registry: Registry) -> None:
         is_left = directory not in listed and directory.is_dir() and not directory.is_symlink()
         if is_left and unused_for(directory, _LEFT_DAYS):  # a newer one may be an install that is under way
             remove_unless_used(directory)
+
+
+# The list of environments, and removing one
+
+
+OWN, SHARED, RUN = "own interpreter", "the run's, added", "the run's"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the list."""
+
+    id: str
+    version: str
+    interpreter: str
+    verifiers: str
+    fault: str
+    """Why it cannot be imported; empty if it can, as far as its files show."""
+    directory: str
+    source: str
+
+
+def list_environments(options: ListOptions) -> int:
+    """List the environments that runs find by id: installed ones, and those of the run's own interpreter."""
+    entries = [*_installed(), *_of_the_run()]
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(each) for each in entries], indent=2) + "\n")
+        return 0
+    if not entries:
+        say("No environment is installed: medarc_train env install PATH")
+        return 0
+    rows = [("id", "version", "interpreter", "verifiers", "importable", "source")]
+    rows += [
+        (each.id, each.version, each.interpreter, each.verifiers, "no" if each.fault else "yes", each.source)
+        for each in entries
+    ]
+    shown = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(rows[0]))]
+    for row in shown:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for each in entries:
+        if each.fault:
+            warn(one_line(f"{each.id}: {each.fault}"))
+    return 0
+
+
+def uninstall(options: UninstallOptions) -> int:
+    """Remove an environment that `env install` has installed."""
+    registry = Registry()
+    found = _entry(registry, options.id)
+    registry.remove(found)
+    if not remove_files(found, registry):
+        warn(f"a run uses {found.id}: its files stay until a later `env install`")
+    say(f"removed {found.id} {found.version}")
+    return 0
+
+
+def _entry(registry: Registry, env_id: str) -> InstalledEnvironment:
+    try:
+        found, known = registry.find(env_id), [each.id for each in registry.all()]
+    except RegistryFault as fault:
+        raise UsageError(str(fault)) from fault
+    if found is None:
+        near = get_close_matches(env_id, known, 1)
+        advice = f"did you mean {near[0]!r}?" if near else f"installed are: {', '.join(known) or 'none'}"
+        raise UsageError(f"ID: no environment '{one_line(env_id)}' is installed by `env install`; {advice}")
+    return found
+
+
+def _installed() -> Iterator[Entry]:
+    try:
+        environments = Registry().all()
+    except RegistryFault as fault:
+        raise UsageError(str(fault)) from fault
+    for each in environments:
+        place = OWN if each.has_interpreter else SHARED
+        yield Entry(each.id, each.version, place, each.verifiers, _fault(each), each.directory, each.source)
+
+
+def _fault(installed: InstalledEnvironment) -> str:
+    if not installed.is_whole:
+        return f"its files are gone; install it again: medarc_train env install {installed.source}"
+    if installed.python is None:
+        return ""
+    return interpreter_fault(installed.python, "verifiers", installed.module) or ""
+
+
+def _of_the_run() -> Iterator[Entry]:
+    """Packages of this interpreter that are environments: they require verifiers, and have a module that loads one."""
+    for package in distributions():
+        requires = [text.split()[0].partition(">")[0].partition("=")[0] for text in package.requires or ()]
+        if not any(name.startswith("verifiers") for name in requires):
+            continue
+        env_id = canonical_id(package.name)
+        spec = find_module(module_of(env_id))
+        if spec is not None and spec.origin is not None and not lacks_name(spec, LOADER):
+            yield Entry(env_id, package.version, RUN, _our_verifiers(), "", "", str(spec.origin))
+
+
+def _our_verifiers() -> str:
+    try:
+        return version("verifiers")
+    except PackageNotFoundError:
+        return "none"

@@ -76,7 +76,7 @@ def _settings(options: TryOptions, env_id: str, arguments: dict[str, Any]) -> di
 
 
 def _weights(model: str) -> dict[str, Any]:
-    """What of the evaluation's config says which weights answer. Raises UsageError if there are none."""
+    """Config keys that choose the weights. Raises UsageError if there are none."""
     try:
         found = find_chat_models(model).tuned
     except StartFault as fault:
@@ -138,7 +138,7 @@ def _summary(kept: KeptRollouts) -> str:
 
 
 def _write_page(paths: RunPaths, file: Path) -> None:
-    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.charts import group_runs, open_runs
     from medarc_rl.report.write import write_report
 
     try:

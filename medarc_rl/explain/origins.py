@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from medarc_rl.migrate.statements import split_statements
+from medarc_rl.migrate.text import split_statements
 from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations
 from prime_rl.utils.pydantic_config.layers import Layer, value_at

@@ -9,7 +9,7 @@ from pathlib import Path
 from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import Explained, explained_config
 from medarc_rl.explain.record import recorded_origins
-from medarc_rl.migrate.kinds import kind_of
+from medarc_rl.migrate.draft import kind_of
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.pydantic_config import BaseSettings, showing_warnings

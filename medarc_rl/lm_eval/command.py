@@ -14,12 +14,29 @@ from typing import Any
 from medarc_rl.cli import say, warn
 from medarc_rl.commands.lm_evaluation import LmEvalOptions
 from medarc_rl.errors import UsageError
-from medarc_rl.lm_eval.launching import Engine, run_group, screen_for
-from medarc_rl.lm_eval.plan import Job, LmEvalPaths, LmEvalPlan, Settings
-from medarc_rl.lm_eval.results import OtherSettings, check_settings, is_done, read_results
-from medarc_rl.lm_eval.scores import rows_of
-from medarc_rl.lm_eval.table import as_json, print_table, write_summary
-from medarc_rl.lm_eval.weights import Found, Group, adapter_rank, find_weights
+from medarc_rl.lm_eval.plan import (
+    Engine,
+    Found,
+    Group,
+    Job,
+    LmEvalPaths,
+    LmEvalPlan,
+    Settings,
+    adapter_rank,
+    find_weights,
+    run_group,
+    screen_for,
+)
+from medarc_rl.lm_eval.scores import (
+    OtherSettings,
+    as_json,
+    check_settings,
+    is_done,
+    print_table,
+    read_results,
+    rows_of,
+    write_summary,
+)
 from medarc_rl.stored import local_weights
 from prime_rl.configs.storage import is_on_s3
 

@@ -1,14 +1,114 @@
-"""The scores in lm-eval's results, with their standard errors, next to those of the base model."""
+"""Results of lm-eval: their files, their scores next to those of the base model, and the table that shows them."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, TextIO
 
-from medarc_rl.lm_eval.published import Published, published_score
-from medarc_rl.lm_eval.results import Result
+from medarc_rl.lm_eval.plan import Candidate, Facts, Job, LmEvalPaths, Settings
+from prime_rl.utils.errors import one_line
+from prime_rl.utils.files import replacing_file
+
+# Results on disk: lm-eval's own, and our facts about them
+
+
+FACTS = "medarc"
+
+
+_OURS_ALONE = ("allow_unsafe_code", "include_path")
+"""Settings that do not change a score."""
+
+
+class OtherSettings(Exception):
+    """Results of other settings are there, which must not be mixed with new ones. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The scores of one candidate in one task."""
+
+    path: Path
+    content: Mapping[str, Any]
+    """lm-eval's results, without samples."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        facts = self.content[FACTS]
+        assert isinstance(facts, dict)
+        return facts
+
+    def samples(self) -> list[dict[str, Any]]:
+        file = self.path.with_name(self.path.name.removesuffix(".json") + ".samples.jsonl")
+        if not file.is_file():
+            return []
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_result(path: Path) -> Result | None:
+    """The result in a file; None if it is missing or unreadable."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    known = isinstance(content, dict) and isinstance(content.get("results"), dict)
+    return Result(path, content) if known and isinstance(content.get(FACTS), dict) else None
+
+
+def read_results(paths: LmEvalPaths) -> list[Result]:
+    return [result for path in paths.results() if (result := read_result(path)) is not None]
+
+
+def is_done(paths: LmEvalPaths, candidate: Candidate, job: Job) -> bool:
+    """Whether the candidate was evaluated with the weights that it has now."""
+    result = read_result(paths.result(candidate.name, job.stem))
+    return result is not None and result.facts.get("fingerprint") == candidate.fingerprint()
+
+
+def check_settings(paths: LmEvalPaths, jobs: Sequence[Job], settings: Settings) -> None:
+    """Raise OtherSettings if a result of these jobs was made with others."""
+    stems, now = {job.stem for job in jobs}, compared(settings)
+    for result in read_results(paths):
+        if result.path.name.removesuffix(".json") not in stems:
+            continue
+        made_with = result.facts.get("settings", {})
+        if changed := [key for key, value in now.items() if made_with.get(key) != value]:
+            listed = ", ".join(f"{key} = {made_with.get(key)!r}, now {now[key]!r}" for key in changed)
+            raise OtherSettings(f"{result.path} was made with {listed}: choose another --output-dir, or delete it")
+
+
+def compared(settings: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return {key: value for key, value in values.items() if key not in _OURS_ALONE}
+
+
+def write_result(paths: LmEvalPaths, job: Job, found: Mapping[str, Any], facts: Facts) -> None:
+    """Write the samples, then the results: a result that is there is complete."""
+    samples = [{"task": task, **sample} for task, every in (found.get("samples") or {}).items() for sample in every]
+    lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
+    write_private(paths.samples(facts.candidate, job.stem), "".join(f"{line}\n" for line in lines))
+    kept = {key: value for key, value in found.items() if key not in ("samples", "pretty_env_info")}
+    content = {**kept, FACTS: asdict(facts)}
+    text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
+    write_private(paths.result(facts.candidate, job.stem), f"{text}\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file by one that only its owner can read."""
+    with replacing_file(path) as scratch:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+# Scores in them, next to those of the base model and to published ones
+
 
 SIGNIFICANT = 2.0
 """A difference of more standard errors than this is marked."""
@@ -45,6 +145,14 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """A published score."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table."""
 
@@ -67,7 +175,7 @@ class Row:
 
 
 def metrics_of(content: Mapping[str, Any], asked: str) -> list[Metric]:
-    """The scores of the task or group that was asked for; of a group that has none of its own, those of its tasks."""
+    """Scores of the requested task or group. A group without scores gives those of its tasks."""
     results: Mapping[str, Any] = {**content["results"], **(content.get("groups") or {})}
     own = list(_metrics(asked, results[asked])) if asked in results else []
     return own or [metric for task, scores in results.items() for metric in _metrics(task, scores)]
@@ -166,3 +274,99 @@ def _by_question(metric: Metric, result: Result) -> dict[tuple[int, str], float]
 
 def _is_mean(value: float, samples: Mapping[Any, float]) -> bool:
     return bool(samples) and math.isclose(value, sum(samples.values()) / len(samples), rel_tol=1e-6, abs_tol=1e-9)
+
+
+_FILE = Path(__file__).with_name("published.json")
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["scores"]
+    return content
+
+
+def published_score(
+    task: str, metric: str, filter_name: str, shots: int | None, facts: Mapping[str, Any]
+) -> Published | None:
+    """The published score of the same model, task, metric and number of shots; None unless the whole setting is equal.
+
+    That is: greedy decoding without a chat template, all questions, and the same limit on new tokens.
+    """
+    settings = facts["settings"]
+    if facts["chat_template"] or settings["limit"] is not None or settings["gen_kwargs"]:
+        return None
+    wanted = (facts["model"], task, metric, filter_name, shots, settings.get("used_max_gen_toks"))
+    keys = ("model", "task", "metric", "filter", "shots", "max_gen_toks")
+    for entry in _entries():
+        if tuple(entry[key] for key in keys) == wanted:
+            return Published(entry["value"], entry["source"])
+    return None
+
+
+# The table for people, and JSON for programs
+
+
+PLAIN_WIDTH = 240
+"""Width of the table in a file or a pipe."""
+
+
+def write_summary(rows: Sequence[Row], path: Path) -> None:
+    write_private(path, f"{as_json(rows)}\n")
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    return json.dumps([row.as_json() for row in rows], indent=2)
+
+
+def print_table(rows: Sequence[Row], file: TextIO = sys.stdout) -> None:
+    """Print one line per score. `*` marks a difference of more than two standard errors."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    on_terminal = file.isatty()
+    table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
+    has_published = any(row.published for row in rows)
+    for title in ("task", "metric", "weights"):
+        table.add_column(title, overflow="fold")
+    for title in ("n", "score", "± se", "vs base", *(["published"] if has_published else [])):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(one_line(cell)) for cell in _cells(row, has_published)))
+    console = Console(file=file, width=None if on_terminal else PLAIN_WIDTH, highlight=False)
+    console.print(table)
+    for line in footnotes(rows):
+        console.print(Text(one_line(line)))
+
+
+def _cells(row: Row, has_published: bool) -> list[str]:
+    shots = "" if row.shots is None else f", {row.shots}-shot"
+    weights = row.candidate.replace("step_", "step ") + (" (chat)" if row.chat_template else "")
+    cells = [f"{row.task}{shots}", row.metric, weights, str(row.n or ""), f"{row.value:.4f}"]
+    cells += ["" if row.stderr is None else f"{row.stderr:.4f}", _difference_text(row)]
+    return [*cells, *([f"{row.published.value:.4f}" if row.published else ""] if has_published else [])]
+
+
+def _difference_text(row: Row) -> str:
+    found = row.difference
+    if found is None:
+        return ""
+    spread = "" if found.stderr is None else f" ± {found.stderr:.4f}"
+    return f"{found.value:+.4f}{spread}{'*' if found.is_significant else ' '}"
+
+
+def footnotes(rows: Sequence[Row]) -> list[str]:
+    """Notes below the table, one line each."""
+    lines: list[Any] = []
+    if any(row.difference for row in rows):
+        lines.append("* more than two standard errors from the base model (paired by question where possible)")
+    if len({row.chat_template for row in rows}) > 1:
+        lines.append(
+            "Some models were asked as a chat and others with plain text: --apply-chat-template yes or no asks alike."
+        )
+    lines += dict.fromkeys(f"published: {row.published.source}" for row in rows if row.published)
+    lines += dict.fromkeys(
+        f"warning: {row.candidate.replace('step_', 'step ')} | {row.task}: {note}" for row in rows for note in row.notes
+    )
+    return lines

@@ -29,7 +29,7 @@ class CannotEvaluate(Exception):
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to the requests of a task."""
+    """Counts of answers and prompts of a task, and of those that were cut."""
 
     answers: int = 0
     truncated: int = 0
@@ -39,7 +39,7 @@ class Counts:
     """Prompts that lost their beginning, because they were longer than the context."""
 
     def notes(self, max_gen_toks: int | None) -> list[str]:
-        """What makes the scores doubtful, one line each."""
+        """Reasons to doubt the scores, one line each."""
         lines = []
         if self.truncated:
             limit = "" if max_gen_toks is None else f" of {max_gen_toks} tokens"
@@ -57,7 +57,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a candidate is served."""
+    """Address and limits of the server for a candidate."""
 
     url: str
     model: str

@@ -1,15 +1,24 @@
-"""Holds the settings of a file during a migration. Each setting is placed, dropped or refused exactly once."""
+"""The settings of one file during a migration: each is placed, dropped or refused exactly once.
+
+Also finds the command and the version that a file is for, and writes keys and values as TOML.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from pathlib import Path
 from typing import Any, Literal
 
-from medarc_rl.migrate.values import key_text, shown
-from prime_rl.configs.surface.meanings import Version
-from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, split_component
-from prime_rl.utils.tables import KeyPath
+from medarc_rl.errors import UsageError
+from prime_rl.configs.surface.kinds import ROOTS, unknown_counts
+from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
+from prime_rl.configs.surface.renamed import NEWER, OLDER, SECTIONS_OF_RL, find_renamed, split_component
+from prime_rl.utils.pydantic_config.layers import Layer
+from prime_rl.utils.pydantic_config.schema import has_key
+from prime_rl.utils.tables import KeyPath, leaves
 
 Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
 
@@ -133,6 +142,9 @@ def _excludes(path: KeyPath, value: Any, target: KeyPath) -> bool:
     return len(path) >= len(target) or value != {}
 
 
+# Settings as paths and values
+
+
 def names(path: KeyPath) -> tuple[str, ...]:
     """The path without indices."""
     return tuple(part for part in path if isinstance(part, str))
@@ -153,3 +165,96 @@ def _assembled(values: Mapping[KeyPath, Any]) -> Any:
     if any(isinstance(head, int) for head in groups):
         return [_assembled(groups[index]) for index in sorted(groups, key=int)]
     return {head: _assembled(group) for head, group in groups.items()}
+
+
+# Keys and values as TOML text, on one line
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+
+
+_LONGEST_SHOWN = 60
+
+
+def key_text(path: KeyPath) -> str:
+    """A dotted key as written in a file, without indices."""
+    return ".".join(name_text(part) for part in path if isinstance(part, str))
+
+
+def name_text(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _quoted(name)
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{name_text(name)} = {value_text(item)}" for name, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def shown(value: Any) -> str:
+    """`value_text`, shortened for a message."""
+    text = value_text(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def _quoted(text: str) -> str:
+    escaped = (_ESCAPES.get(char) or (char if char.isprintable() else _unicode_escape(char)) for char in text)
+    return f'"{"".join(escaped)}"'
+
+
+def _unicode_escape(char: str) -> str:
+    return f"\\u{ord(char):04X}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08X}"
+
+
+# Which command and which version a file is for
+
+
+IN_EVERY_VERSION = ("clean",)
+"""Keys that older and newer versions share. They do not identify the version."""
+
+
+def kind_of(settings: Mapping[KeyPath, Any]) -> str:
+    """The command whose config knows the most of these keys.
+
+    Raises:
+        UsageError: no command knows any of them, or several know equally many.
+    """
+    unknown = unknown_counts(".".join(names(path)) for path in settings)
+    fewest = min(unknown.values())
+    likely = [kind for kind, count in unknown.items() if count == fewest]
+    if fewest == len(settings):
+        raise UsageError("none of its keys belongs to a PRIME-RL command: name the command with --as")
+    if len(likely) > 1:
+        raise UsageError(f"its keys fit {' and '.join(likely)}: name the command with --as")
+    return likely[0]
+
+
+def versions_of(kind: str, settings: Mapping[KeyPath, Any]) -> set[Version]:
+    """The versions whose keys or values the file uses; empty if this version has them all."""
+    versions: set[Version] = set()
+    for path, value in settings.items():
+        component, key = split_component(kind, ".".join(names(path)))
+        found = None if has_key(ROOTS[kind], names(path)) else find_renamed(component, key)
+        if found is not None and path[-1] not in IN_EVERY_VERSION:
+            versions |= {"older"} if found[0] in OLDER else {"newer"} if found[0] in NEWER else set()
+        if any(each.applies(f"{component}.{key}", value, ()) for each in NEWER_VALUES):
+            versions.add("newer")
+    return versions
+
+
+def suggested_migrations(kind: str, layers: Iterable[Layer]) -> Iterator[str]:
+    """A line for each file of another version among the sources of a config that does not load."""
+    for layer in layers:
+        versions = versions_of(kind, dict(leaves(layer.data)))
+        if versions and Path(layer.name).is_file():
+            yield f"{layer.name} is for another version of PRIME-RL: `medarc_train migrate {layer.name}` rewrites it"

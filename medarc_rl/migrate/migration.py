@@ -12,14 +12,17 @@ from typing import Any
 import tomli_w
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.carry import carry_by_tables, keep_sections, note_defaults
-from medarc_rl.migrate.check import check
-from medarc_rl.migrate.draft import Draft, Finding, Verdict
-from medarc_rl.migrate.environments import missing_environments, rewrite_environments
-from medarc_rl.migrate.kinds import kind_of, versions_of
-from medarc_rl.migrate.layout import write_layout
-from medarc_rl.migrate.rewrites import rewrite_by_hand
-from medarc_rl.migrate.statements import Document, split_statements
+from medarc_rl.migrate.draft import Draft, Finding, Verdict, kind_of, versions_of
+from medarc_rl.migrate.rules import (
+    carry_by_tables,
+    check,
+    keep_sections,
+    missing_environments,
+    note_defaults,
+    rewrite_by_hand,
+    rewrite_environments,
+)
+from medarc_rl.migrate.text import Document, split_statements, write_layout
 from prime_rl.configs.surface.meanings import Version
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.toml_files import parse_toml

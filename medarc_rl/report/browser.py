@@ -14,9 +14,9 @@ from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.history.run import RunHistory
 
 MAX_ROLLOUTS = 10_000
-"""Of all runs of a page. If there are more, every second one is left out, until they fit."""
+"""Largest number of rollouts on a page. With more, every second one is left out until they fit."""
 MAX_BYTES = 128 * 2**20
-"""Of all rollouts' JSON, before it is compressed to about a fifth."""
+"""Largest size of the rollouts as JSON. gzip then compresses them to about a fifth."""
 BLOCK_ROLLOUTS = 64
 MAX_TOKENS = 4096
 """Tokens of a rollout whose log-probabilities are shown."""
@@ -27,7 +27,7 @@ _MILLI = 1000
 
 @dataclass(slots=True)
 class PackedRollouts:
-    """What the page embeds: base64 of gzip of JSON, so that no character of a rollout reaches the HTML."""
+    """Rollouts as the page embeds them: base64 of gzip of JSON, so that no character of a rollout reaches the HTML."""
 
     index: str = ""
     blocks: list[str] = field(default_factory=list)

@@ -37,7 +37,7 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> int:
     """Write a report of a run, or a comparison of several: one HTML file, and PNGs of its charts."""
-    from medarc_rl.report.groups import group_runs, open_runs
+    from medarc_rl.report.charts import group_runs, open_runs
     from medarc_rl.report.write import write_report
     from medarc_rl.stored import local_run
     from prime_rl.configs.storage import is_on_s3

@@ -1,15 +1,16 @@
-"""Chooses the charts of a report: which metrics of which process, under which title and unit."""
+"""Metrics of a report over steps: which metrics of which process, as charts and as tables of final values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean, stdev
 
-from medarc_rl.report.charts import Band, Chart, Line, Series, chart_of
-from medarc_rl.report.groups import Group
+from medarc_rl.report.charts import Band, Chart, Group, Line, Section, Series, Table, chart_of, short
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import ORCHESTRATOR
+from prime_rl.history.trends import finite
 
 TRAIN = "train"
 """Stands for the source of the loss: `trainer`, or `sft`."""
@@ -217,3 +218,86 @@ def reward_parts(run: RunHistory) -> dict[str, Series]:
 
 def _scaled(series: Series, scale: float) -> Series:
     return series if scale == 1 else {step: value * scale for step, value in series.items()}
+
+
+# The same metrics as tables: final values of the runs, evaluations, rows of SFT data
+
+
+_ROW_COUNTS = {
+    "data/seen": "rows read",
+    "data/truncated": "cut at the maximum length",
+    "data/overlong": "dropped: too long",
+    "data/untrainable": "dropped: no token to train on",
+    "data/unmaskable": "dropped: the template cannot be masked",
+}
+
+
+def finals_table(groups: Sequence[Group], kind: str) -> Table | None:
+    """Means at the end of the runs with standard errors: over runs if a label has several, otherwise over steps."""
+    rows = []
+    for curve in {"rl": (REWARD, ENTROPY, MISMATCH, LENGTH, TRUNCATED), "sft": (LOSS, VALIDATION)}.get(kind, ()):
+        title = f"{curve.title}, {curve.unit}" if curve.unit else curve.title
+        rows.append((title, *(_final_cell(group, curve.read) for group in groups)))
+    for name in dict.fromkeys(name for group in groups for run in group.runs for name in evaluation_names(run)):
+        read = partial(evaluation_series, name=name)
+        rows.append((name.removeprefix("eval/"), *(_last_cell(group, read) for group in groups)))
+    rows = [row for row in rows if any(cell != "–" for cell in row[1:])]
+    if not rows:
+        return None
+    caption = (
+        "Final values: mean over the last tenth of the steps (at least 5) ± standard error, over the runs of a label "
+        "if it has several, otherwise over these steps; evaluations: the last one"
+    )
+    return Table(("", *(group.label for group in groups)), rows, caption)
+
+
+def _final_cell(group: Group, read: Callable[[RunHistory], Series]) -> str:
+    found = group.final(lambda run: finite(read(run)))
+    if found is None:
+        return "–"
+    mean, error, over = found
+    runs = f" ({len(group.runs)} runs)" if over == "runs" else ""
+    return f"{short(mean)}{f' ± {short(error, 2)}' if error is not None else ''}{runs}"
+
+
+def _last_cell(group: Group, read: Callable[[RunHistory], Series]) -> str:
+    last = [values[max(values)] for run in group.runs if (values := finite(read(run)))]
+    if not last:
+        return "–"
+    if len(last) == 1:
+        return short(last[0])
+    return f"{short(fmean(last))} ± {short(stdev(last) / len(last) ** 0.5, 2)} ({len(last)} runs)"
+
+
+def evaluation_table(run: RunHistory) -> Table | None:
+    """All scores of a run's evaluations by the number of updates."""
+    names = list(dict.fromkeys(evaluation_names(run)))
+    series = {name: evaluation_series(run, name) for name in names}
+    steps = sorted({step for values in series.values() for step in values})
+    if not steps:
+        return None
+    rows = [(str(step), *(short(series[name].get(step)) for name in names)) for step in steps]
+    return Table(("updates", *(name.removeprefix("eval/") for name in names)), rows, "Evaluations")
+
+
+def data_section(groups: Sequence[Group]) -> Section:
+    """Counts of SFT rows: read, cut, and dropped with the reason."""
+    section = Section("data", "Data")
+    runs = [run for group in groups for run in group.runs if run.kind == "sft"]
+    counts = [{name: run.metrics.last(name, run.trainer) for name in _ROW_COUNTS} for run in runs]
+    counts = [each for each in counts if each["data/seen"] is not None]
+    if not counts:
+        if runs:
+            section.notes.append("No step has been finished, so no rows have been counted.")
+        return section
+    rows = []
+    for name, title in _ROW_COUNTS.items():
+        cells = []
+        for each in counts:
+            value, seen = each[name], each["data/seen"]
+            share = f" ({value / seen:.1%})" if value is not None and seen and name != "data/seen" else ""
+            cells.append(f"{short(value)}{share}")
+        rows.append((title, *cells))
+    headers = ("rows, over all processes", *([run.name for run in runs] if len(runs) > 1 else ["number"]))
+    section.tables.append(Table(headers, rows, "What became of the rows"))
+    return section

@@ -1,24 +1,42 @@
-"""Puts a report together, and writes its files."""
+"""Puts a report together and writes its files: one HTML page that needs no network, and PNGs of its charts."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from medarc_rl.report.browser import PackedRollouts, pack_rollouts
-from medarc_rl.report.charts import Section
-from medarc_rl.report.configs import differing_keys, settings_section
-from medarc_rl.report.costs import Spendings, costs_section
-from medarc_rl.report.curves import curves_of, evaluation_charts, never_happened, training_charts
-from medarc_rl.report.groups import Group, unique_names
-from medarc_rl.report.machines import attempts_section, machine_tables
-from medarc_rl.report.overview import moment, tiles
-from medarc_rl.report.page import Browser, Page
-from medarc_rl.report.pictures import NoMatplotlib, draw_pictures
+from medarc_rl.report.charts import Chart, Group, Section, Table, unique_names
+from medarc_rl.report.curves import (
+    curves_of,
+    data_section,
+    evaluation_charts,
+    evaluation_table,
+    finals_table,
+    never_happened,
+    training_charts,
+)
+from medarc_rl.report.facts import (
+    Spendings,
+    Tile,
+    attempts_section,
+    costs_section,
+    differing_keys,
+    machine_tables,
+    moment,
+    runs_table,
+    settings_section,
+    tiles,
+)
 from medarc_rl.report.signs import signs_section
-from medarc_rl.report.tables import data_section, evaluation_table, finals_table, runs_table
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import spending_of
 from prime_rl.utils.files import replacing_file
@@ -155,3 +173,165 @@ def _what_ran(runs: Sequence[RunHistory], spendings: Spendings) -> list[Section]
         attempts.tables += [replace(table, caption=f"{table.caption} of {name}") for table in own.tables]
         attempts.listings += [(f"{name}: {title}", text) for title, text in own.listings]
     return [machines, attempts]
+
+
+# The page
+
+_ASSETS = files("medarc_rl.report") / "page"
+LIBRARY = "vendor/echarts.common.min.js"
+SCRIPTS = ("theme.js", "charts.js", "browser.js")
+
+
+@dataclass(frozen=True, slots=True)
+class Browser:
+    """The rollouts of the page. Texts are base64, so that nothing in a rollout can end a script."""
+
+    index: str
+    blocks: Sequence[str]
+
+
+@dataclass(slots=True)
+class Page:
+    """Everything that a report shows."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile]
+    sections: list[Section] = field(default_factory=list)
+    overview: Table | None = None
+    browser: Browser | None = None
+
+    @property
+    def charts(self) -> list[Chart]:
+        return [chart for section in self.sections for chart in section.charts]
+
+    def render(self) -> str:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        environment = Environment(
+            loader=FileSystemLoader(str(_ASSETS)),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        library, own = _script(LIBRARY), "\n".join(_script(name) for name in SCRIPTS)
+        return environment.get_template("report.html.j2").render(
+            page=self,
+            style=asset("report.css"),
+            library=library,
+            script=own,
+            policy=_policy(library, own),
+            charts=island({f"{section.key}-{chart.key}": chart.as_json() for section, chart in self._placed()}),
+        )
+
+    def _placed(self) -> list[tuple[Section, Chart]]:
+        return [(section, chart) for section in self.sections for chart in section.charts]
+
+
+def asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    """A script as it stands between its tags. The page's hash must be that of exactly this text."""
+    text = asset(name)
+    if "</script" in text.lower():
+        raise ValueError(f"{name} would end its own script tag")
+    return text.strip()
+
+
+def _policy(*scripts: str) -> str:
+    """Content security policy: exactly our scripts run, and nothing is fetched from anywhere."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def island(value: Any) -> str:
+    """JSON that can stand in a script tag: no text in it can end the tag or start a comment."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    for character, escape in _UNSAFE.items():
+        text = text.replace(character, escape)
+    return text
+
+
+# Pictures, drawn with matplotlib, which needs no browser
+
+COLORS = ("#2563c9", "#c2570c", "#16803f", "#8b3fc4", "#b4235f", "#0e7f8c", "#7a6a00", "#59636f")
+"""The palette of the page's light theme."""
+HINT = "no PNGs: matplotlib is not installed; `uv sync --extra report` installs it"
+
+
+class NoMatplotlib(Exception):
+    """matplotlib is not installed. The message is one line."""
+
+
+def draw_pictures(charts: Sequence[Chart], directory: Path) -> list[Path]:
+    """Write a PNG for each chart. Raises NoMatplotlib, or OSError."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoMatplotlib(HINT) from error
+    written = []
+    for chart in charts:
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        _draw(chart, figure.subplots())
+        target = directory / f"{_file_name(chart.key)}.png"
+        with replacing_file(target) as scratch:
+            scratch.touch(mode=0o600)
+            figure.savefig(scratch, format="png", dpi=120)
+        written.append(target)
+    return written
+
+
+def _draw(chart: Chart, axes) -> None:  # type: ignore[no-untyped-def]
+    # Titles are data: a dollar sign must not start a formula.
+    shown = chart.as_json()
+    if chart.is_stacked:
+        steps = sorted({step for line in shown["lines"] for step, _ in line["points"]})
+        rows = [[dict(line["points"]).get(step) or 0.0 for step in steps] for line in shown["lines"]]
+        colors = [COLORS[line["color"] % len(COLORS)] for line in shown["lines"]]
+        axes.stackplot(steps, rows, labels=[_plain(line["title"]) for line in shown["lines"]], colors=colors, alpha=0.8)
+    else:
+        for line in shown["lines"]:
+            color = COLORS[line["color"] % len(COLORS)]
+            values = [float("nan") if value is None else value for _, value in line["points"]]
+            marker = "o" if len(values) <= 25 else None
+            axes.plot(
+                [step for step, _ in line["points"]],
+                values,
+                color=color,
+                label=_plain(line["title"]),
+                marker=marker,
+                markersize=3,
+                linewidth=1.5,
+                linestyle="--" if line["dashed"] else "-",
+            )
+            if band := line.get("band"):
+                rows = [row for row in band["rows"] if None not in row]
+                axes.fill_between(*zip(*rows, strict=True), color=color, alpha=0.18, linewidth=0) if rows else None
+    axes.set_title(_plain(f"{chart.title} ({chart.unit})" if chart.unit else chart.title), loc="left", fontsize=10)
+    axes.set_xlabel(chart.x_title, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    if len(shown["lines"]) > 1:
+        axes.legend(fontsize=7, frameon=False)
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\", "/").replace("$", "\\$")
+
+
+def _file_name(key: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", key).strip("-.") or "chart"

@@ -191,7 +191,7 @@ def _numbers(options: RolloutsOptions) -> list[str]:
 
 
 def _rollouts(kept: KeptRollouts, options: RolloutsOptions, wanted: RolloutFilter) -> Iterator[KeptRollout]:
-    """Those that the options ask for.
+    """The rollouts that the options select.
 
     Raises:
         UsageError: nothing is kept of this step or evaluation.

@@ -54,7 +54,7 @@ class Screen:
 
 
 def title(rollout: KeptRollout) -> str:
-    """Where it comes from."""
+    """Origin of a rollout in one line: step or evaluation, environment, row, group."""
     place = f"evaluation {rollout.eval_version}" if rollout.step is None else f"step {rollout.step}"
     numbers = [f"group {rollout.group}"] if rollout.group is not None else []
     numbers += [f"rollout {rollout.rollout}"] if rollout.rollout is not None else []

@@ -17,9 +17,9 @@ from report_runs import START, add_attempts, make_run
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_train
-from medarc_rl.report import pictures
+from medarc_rl.report import write
 from medarc_rl.report.charts import Chart, Line, short, thinned
-from medarc_rl.report.page import LIBRARY, asset, island
+from medarc_rl.report.write import LIBRARY, asset, island
 
 
 def report(*words: object, pictures: bool = False) -> Result:
@@ -255,7 +255,7 @@ def test_a_missing_matplotlib_is_one_line(run: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = report(run, pictures=True)
     assert result.exit_code == 0
-    assert f"warning: {pictures.HINT}" in result.output
+    assert f"warning: {write.HINT}" in result.output
 
 
 def test_no_text_can_leave_an_island() -> None:

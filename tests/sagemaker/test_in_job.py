@@ -88,12 +88,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     return Stopped(run.returncode, lines, root, docker)
 
 
+@pytest.mark.slow
 def test_a_stop_saves_and_is_no_failure(stopped: Stopped) -> None:
     assert stopped.code == 128 + signal.SIGTERM, stopped.lines
     assert len(stable_steps(stopped.run.checkpoints)) == 1
     assert not MlPaths(stopped.root).failure.exists()
 
 
+@pytest.mark.slow
 def test_the_container_is_started_without_the_secrets_value(stopped: Stopped) -> None:
     (argv,) = stopped.docker.calls
     assert argv[:3] == ["run", "--rm", "--init"]
@@ -105,6 +107,7 @@ def test_the_container_is_started_without_the_secrets_value(stopped: Stopped) ->
     assert stat.S_IMODE(stopped.root.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_the_next_container_continues(stopped: Stopped, tmp_path: Path) -> None:
     (step,) = stable_steps(stopped.run.checkpoints)
     argv = [sys.executable, "-m", "medarc_rl.backends.sagemaker.job.in_job", "--root", str(stopped.root)]

@@ -1,4 +1,4 @@
-"""A mypy plugin that writes down which attributes of config classes are read, and where."""
+"""A mypy plugin that records where attributes of config classes, and of protocols that stand for them, are read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from mypy.plugin import AttributeContext, Plugin
 from mypy.types import Instance, Type, TypeVarType, UnionType, get_proper_type
 
 CONFIGS = "prime_rl.configs."
+PACKAGES = ("prime_rl.", "medarc_rl.")
 
 
 class NoteReads(Plugin):
     """Appends a line to the file `$KEY_READS` for each read: class, attribute, file, line."""
 
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
-        if not fullname.startswith(CONFIGS):
+        if not fullname.startswith(PACKAGES):
             return None
         definer, _, attribute = fullname.rpartition(".")
 
         def note(context: AttributeContext) -> Type:
             place = f"{Path(context.api.path).resolve()} {context.context.line}"
             owners = {name for name in _classes(context.type) if definer in name[1]}
+            if not owners:
+                return context.default_attr_type
             with Path(os.environ["KEY_READS"]).open("a", encoding="utf-8") as lines:
                 lines.writelines(f"{owner} {attribute} {place}\n" for owner, _ in owners)
             return context.default_attr_type
@@ -33,7 +36,7 @@ class NoteReads(Plugin):
 def _classes(annotation: Type) -> Iterator[tuple[str, frozenset[str]]]:
     """The classes that a value may have: each one's name, and the names of its parents and itself."""
     proper = get_proper_type(annotation)
-    if isinstance(proper, Instance):
+    if isinstance(proper, Instance) and (proper.type.is_protocol or proper.type.fullname.startswith(CONFIGS)):
         yield proper.type.fullname, frozenset(parent.fullname for parent in proper.type.mro)
     elif isinstance(proper, UnionType):
         for item in proper.items:

@@ -16,7 +16,6 @@ HEAVY = ("torch", "transformers", "numpy", "rich", "datasets", "pandas", "pyarro
 OF_NOTEBOOKS = ("IPython", "matplotlib", "sklearn", "scipy", "tensorboard")
 OF_DATASETS = ("datasets", "pandas", "pyarrow")
 OF_ENVIRONMENTS = ("verifiers", "openai", "anthropic", "aiohttp")
-OF_THE_COMPILER = ("torch._dynamo.eval_frame", "torch._inductor", "sympy.core")
 OF_SERVERS = ("uvicorn", "starlette", "fastapi", "vllm")
 
 
@@ -56,17 +55,6 @@ def test_a_process_of_a_run_loads_nothing_of_another_s_work(module: str, unused:
     is_without_transformers = "transformers" in unused
     start = "" if is_without_transformers else "from prime_rl.utils.imports import *; import_transformers(); "
     assert loaded_by(f"{start}import {module}", ("wandb", *unused)) == []
-
-
-@pytest.mark.parametrize(
-    "module", ["prime_rl.trainer.sft.run", "prime_rl.trainer.rl.run", "prime_rl.inference.embedded.startup"]
-)
-def test_a_process_that_compiles_nothing_loads_no_compiler(module: str) -> None:
-    start = "from prime_rl.utils.imports import *; from prime_rl.utils.stand_ins.uncompiled import *"
-    code = (
-        f"{start}; import_transformers(); defer_compiler(); import {module}, transformers.models.llama.modeling_llama"
-    )
-    assert loaded_by(code, OF_THE_COMPILER) == []
 
 
 def test_the_distributions_of_packages_are_those_that_python_lists() -> None:

@@ -15,11 +15,11 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
 
 pytest.importorskip("gymnasium", reason="gymnasium is not installed: `uv sync --extra environments`")
 pytest.importorskip("textarena", reason="textarena is not installed: `uv sync --extra environments`")

@@ -24,9 +24,9 @@ from prime_rl.environments.judging.cache import AnswerCache, key_of
 from prime_rl.environments.judging.faults import JudgeLost
 from prime_rl.environments.judging.gateway import JudgeGateway
 from prime_rl.environments.judging.judge import JudgeServer
-from prime_rl.orchestrator.env_servers.judges import run_judges
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, JudgeFault
+from prime_rl.orchestrator.workers.judges import run_judges
+from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.run.paths import RunPaths
 
 KEY = "the judge's key"

@@ -20,11 +20,11 @@ from prime_rl.environments.adapters.games.openenv_client import Answers, OpenEnv
 from prime_rl.environments.adapters.games.turns import GameError, GameFault
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_project
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
 
 PROJECT = Path(__file__).parent / "openenv_server"
 SESSIONS = 2

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.cache_budget import CacheBudget
-from prime_rl.inference.embedded.engine.slots import KVSlots
-from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.startup import start_service
+from prime_rl.inference.embedded.engine.cache import KVSlots
+from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.inference.embedded.startup import CacheBudget, start_service
 
 GIB = 2**30
 TOKEN_BYTES = 2**17
@@ -32,7 +31,7 @@ def shortage(budget: CacheBudget, max_model_len: int | None = None, context: int
 
 def test_a_gpu_that_others_fill_is_refused_with_the_key_and_the_numbers() -> None:
     budget = CacheBudget.on_gpu(free_bytes=30 * GIB, total_bytes=80 * GIB, gpu_memory_utilization=0.6)
-    with pytest.raises(UnsupportedModel) as fault:
+    with pytest.raises(EngineError) as fault:
         shortage(budget, max_model_len=1024)
     assert str(fault.value) == (
         "the key-value cache has room for 0 tokens (0.0 MiB: half of what gpu_memory_utilization = 0.6 of the GPU's "
@@ -62,7 +61,7 @@ def test_without_max_model_len_a_long_context_need_not_fit_whole() -> None:
     warning = shortage(budget, context=131_072)
     assert warning is not None
     assert warning.endswith("or set model.max_model_len")
-    with pytest.raises(UnsupportedModel, match=r"set model\.max_model_len$"):
+    with pytest.raises(EngineError, match=r"set model\.max_model_len$"):
         shortage(CacheBudget.on_cpu(memory_bytes=1 * GIB), context=131_072)
 
 
@@ -72,5 +71,5 @@ def test_a_context_that_no_memory_holds_ends_the_start_with_one_line(tiny_model_
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 10**9}))
     config = InferenceConfig.model_validate({"model": {"name": str(model), "max_model_len": 10**9}, "device": "cpu"})
-    with pytest.raises(UnsupportedModel, match=r"but one sequence of model\.max_model_len = 1000000000 needs"):
+    with pytest.raises(EngineError, match=r"but one sequence of model\.max_model_len = 1000000000 needs"):
         start_service(config)

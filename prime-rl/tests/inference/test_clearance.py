@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.errors import ModelNotFound
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.startup import start_service
 from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance
 from prime_rl.utils.logger import get_logger
@@ -37,7 +37,7 @@ def test_the_model_is_read_after_the_clearance(tmp_path: Path, monkeypatch: pyte
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with pytest.raises(ModelNotFound, match="seen too late"):
+        with pytest.raises(EngineError, match="seen too late"):
             start_service(InferenceConfig(model={"name": str(model)}, device="cpu"))
     finally:
         logger.removeHandler(handler)

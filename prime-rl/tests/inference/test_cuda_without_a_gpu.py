@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from prime_rl.inference.embedded.cpu.fused import FusedDecoder
-from prime_rl.inference.embedded.cuda.decode_graphs import StaticStep
 from prime_rl.inference.embedded.engine import sampling
 from prime_rl.inference.embedded.engine.attention import (
     ATTENTION_NAME,
@@ -27,8 +25,10 @@ from prime_rl.inference.embedded.engine.attention import (
     SlotStep,
     register_slot_attention,
 )
+from prime_rl.inference.embedded.engine.cache import KVSlots
+from prime_rl.inference.embedded.engine.decode_graphs import StaticStep
+from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
-from prime_rl.inference.embedded.engine.slots import KVSlots
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cuda.decode_graphs import Compute, DecodeGraphs
+from prime_rl.inference.embedded.engine.decode_graphs import Compute, DecodeGraphs
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits

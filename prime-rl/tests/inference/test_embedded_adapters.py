@@ -14,14 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.adapter_files import AdapterMissing
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.errors import GenerationFailed
+from prime_rl.inference.model_files import AdapterMissing, WeightError
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", "gemma3")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -38,7 +37,7 @@ def engine_of(base: Path, max_in_batch: int = 8, max_loaded: int = 3, max_rank: 
     model, source = load_model(str(base), "float32", torch.device("cpu"))
     runner = ModelRunner(model, 1 << 30, source)
     store = runner.adapter_store("base", AdapterLimits(max_loaded, max_rank))
-    return Engine(runner, Limits(max_adapters=max_in_batch), store)
+    return Engine(runner, EngineLimits(max_adapters=max_in_batch), store)
 
 
 def submit(engine: Engine, prompt: tuple[int, ...], name: str | None, max_tokens: int = 16) -> Future[Generation]:

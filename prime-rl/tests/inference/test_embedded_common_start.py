@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.slots import KVSlots
 
 CPU = torch.device("cpu")
 HEADS, QUERIES, SIZE = 2, 3, 8

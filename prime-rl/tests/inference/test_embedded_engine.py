@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import TOKENS_AT_ONCE, ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
-from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.engine.text import StopStringMatcher
 from prime_rl.inference.embedded.engine.weights import read_weights
-from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed, UnsupportedModel
-from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
+from prime_rl.inference.embedded.errors import EngineBusy, EngineError, EngineStopped, GenerationFailed
+from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe")
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(6)]
@@ -85,13 +85,13 @@ def test_weights_in_hub_naming_replace_the_live_ones(name, small_model) -> None:
 
 
 def test_a_model_with_soft_caps_is_refused_before_it_serves(small_model) -> None:
-    with pytest.raises(UnsupportedModel, match="soft caps"):
+    with pytest.raises(EngineError, match="soft caps"):
         runner_of(small_model("gemma2"))
 
 
 def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
     reference = AutoModelForCausalLM.from_pretrained(qwen3_dir, dtype=torch.float32)
-    with Engine(runner_of(qwen3_dir), Limits(max_running=2, max_prefill_tokens=8)).in_thread() as engine:
+    with Engine(runner_of(qwen3_dir), EngineLimits(max_running=2, max_prefill_tokens=8)).in_thread() as engine:
         for prompt, completion in zip(PROMPTS, answers(engine, PROMPTS), strict=True):
             assert_greedy(reference, prompt, completion)
 
@@ -204,7 +204,7 @@ def test_log_probabilities_of_long_prompts_take_the_memory_of_a_few_hundred_toke
 
 
 def test_a_full_queue_refuses(qwen3_dir) -> None:
-    engine = Engine(runner_of(qwen3_dir), Limits(max_running=2, max_waiting=3))
+    engine = Engine(runner_of(qwen3_dir), EngineLimits(max_running=2, max_waiting=3))
     engine.submit(request_of(PROMPTS[0], n=5))
     with pytest.raises(EngineBusy):
         engine.submit(request_of(PROMPTS[1]))

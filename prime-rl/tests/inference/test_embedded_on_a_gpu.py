@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cuda.decode_graphs import Compute
-from prime_rl.inference.embedded.cuda.recorder import CudaRecorder
+from prime_rl.inference.embedded.engine.decode_graphs import Compute, CudaRecorder
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +33,7 @@ def runner_of(directory: Path, dtype: str = "float32", enforce_eager: bool = Fal
 @contextmanager
 def running(runner: ModelRunner) -> Iterator[Engine]:
     # Fewer rows than prompts: some sequences join while others are being decoded.
-    with Engine(runner, Limits(max_running=18)).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_running=18)).in_thread() as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 
 PROMPT = tuple((5 + 7 * place) % 64 for place in range(40))
 OTHER = tuple((1 + 3 * place) % 64 for place in range(40))
@@ -40,7 +40,7 @@ def running(directory: Path, max_prefix_bytes: int = 1 << 20) -> Iterator[tuple[
     model, source = load_model(str(directory), "float32", torch.device("cpu"))
     runner = ReadingRunner(model, 1 << 30, source)
     runner.num_read = 0
-    with Engine(runner, Limits(max_prefix_bytes=max_prefix_bytes)).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_prefix_bytes=max_prefix_bytes)).in_thread() as engine:
         yield engine, runner
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.cpu.products import MergedLinear, uses_onednn
+from prime_rl.inference.embedded.engine.fused import MergedLinear, uses_onednn
 from prime_rl.inference.embedded.engine.lora import Adapter, LowRank, StepAdapters
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
+from prime_rl.inference.embedded.engine.tensors import padded_tokens
 from prime_rl.inference.embedded.engine.weights import read_weights
-from prime_rl.inference.embedded.sizes import padded_tokens
 
 SITE = ("first", "second")
 NUM_TOKENS = (1, 3, 200)

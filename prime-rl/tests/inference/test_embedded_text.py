@@ -18,7 +18,7 @@ from prime_rl.inference.embedded.engine.text import (
     generation_defaults,
     load_text,
 )
-from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed
+from prime_rl.inference.embedded.errors import EngineError, TemplateFailed
 from prime_rl.inference.embedded.http.answers import completion_text
 from prime_rl.inference.protocol import CompletionBody
 
@@ -111,7 +111,7 @@ def test_end_of_sequence_tokens_come_from_the_tokenizer(text) -> None:
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ModelNotFound, match="tokenizer"):
+    with pytest.raises(EngineError, match="tokenizer"):
         load_text(str(tmp_path), False, generation_defaults(tmp_path))
 
 
@@ -124,5 +124,5 @@ def test_code_of_a_model_that_needs_another_package_is_refused_in_one_line(tmp_p
         lambda name: load_model(name, "float32", torch.device("cpu"), trust_remote_code=True),
         lambda name: model_config(name, trust_remote_code=True),
     ):
-        with pytest.raises(ModelNotFound, match=r"cannot load .*: .*not found in your environment: no_such_package\."):
+        with pytest.raises(EngineError, match=r"cannot load .*: .*not found in your environment: no_such_package\."):
             load(str(tmp_path))

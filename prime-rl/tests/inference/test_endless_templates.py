@@ -15,13 +15,12 @@ from transformers import AutoTokenizer
 
 from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
-from prime_rl.inference.preparation import in_time
 from prime_rl.inference.protocol import RequestError
-from prime_rl.inference.vllm.templates import bound_rendering
+from prime_rl.inference.rendering import bound_rendering, in_time
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
@@ -86,7 +85,7 @@ def test_only_the_request_whose_template_loops_fails(service: Service, expiry: t
 
 def test_a_template_that_always_loops_is_refused_at_the_start(service: Service) -> None:
     service.text._tokenizer.chat_template = LOOP
-    with pytest.raises(UnsupportedModel, match=r"takes more than 0\.3 s for one short message: look for a loop in it"):
+    with pytest.raises(EngineError, match=r"takes more than 0\.3 s for one short message: look for a loop in it"):
         service.text.refuse_endless_template(limit_s=0.3)
     service.text._tokenizer.chat_template = "{{ raise_exception('no') }}"
     service.text.refuse_endless_template()

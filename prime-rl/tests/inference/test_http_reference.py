@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prime_rl.inference.embedded.http.api import Api
-from prime_rl.inference.reference import ROUTES, Answer, page
+from prime_rl.inference.reference import ROUTES, RouteResponse, page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -63,7 +63,7 @@ def test_a_server_answers_with_the_listed_fields(server) -> None:
             assert differences(route, found) == [], route.path
 
 
-def differences(route: Answer, found: set[str]) -> list[str]:
+def differences(route: RouteResponse, found: set[str]) -> list[str]:
     """Fields that only one side has. The page describes some objects as a whole, and calls are only in some answers."""
     whole = [name for name in route.fields if name.endswith(("top_logprobs[]", "prompt_logprobs"))]
     described = set(route.fields) - set(whole) - {"choices[].message.tool_calls"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams, Sequence
-from prime_rl.inference.embedded.engine.scheduler import Limits, Scheduler
-from prime_rl.inference.embedded.engine.slots import KVSlots
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits, Scheduler
 
 
 def scheduler_with(steps_without_prompts: int) -> Scheduler:
-    limits = Limits(max_prefill_tokens=100, steps_without_prompts=steps_without_prompts)
+    limits = EngineLimits(max_prefill_tokens=100, steps_without_prompts=steps_without_prompts)
     return Scheduler(limits, KVSlots(1 << 30, torch.device("cpu")))
 
 

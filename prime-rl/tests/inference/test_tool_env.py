@@ -13,11 +13,11 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.env_servers.in_memory import SessionClient
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.in_memory import SessionClient
 from prime_rl.transport.messages import TrainingSample
 
 QUESTION = {"role": "user", "content": "2+3"}

@@ -16,7 +16,7 @@ SCRIPT = """
 import inspect, json
 from argparse import Namespace
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, vllm_arguments
+from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
 from prime_rl.inference.vllm.worker import CheckpointLoading
 from prime_rl.utils.pydantic_config import load_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory

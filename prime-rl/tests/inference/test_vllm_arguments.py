@@ -9,7 +9,7 @@ import pytest
 
 from prime_rl.checks.chat_templates import NAMED
 from prime_rl.configs.inference import InferenceConfig, ModelConfig
-from prime_rl.inference.vllm.arguments import WORKER_EXTENSION, vllm_arguments
+from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
 from prime_rl.utils.pydantic_config import load_config
 
 

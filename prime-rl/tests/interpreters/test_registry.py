@@ -20,7 +20,7 @@ from prime_rl.interpreters.registry import (
     RegistryFault,
     environments_directory,
 )
-from prime_rl.orchestrator.env_servers.loading import load_environments
+from prime_rl.orchestrator.workers.loading import load_environments
 
 MODULE = """
 import verifiers as vf

@@ -23,7 +23,7 @@ from prime_rl.launch.nodes.placing import cluster_site
 from prime_rl.launch.programs import Programs
 from prime_rl.launch.site import Demand
 from prime_rl.run.paths import STORE_VARIABLE
-from prime_rl.trainer.process.store import open_store
+from prime_rl.trainer.process.world import open_store
 from prime_rl.utils.gpus import DeviceError
 
 HEAD = """
@@ -171,7 +171,7 @@ def test_a_store_between_machines_listens_on_its_address_alone() -> None:
 LATER_RANK = """
 import os
 from datetime import timedelta
-from prime_rl.trainer.process.store import open_store
+from prime_rl.trainer.process.world import open_store
 print("asks", flush=True)
 print(open_store(os.environ, 2, timedelta(minutes=10)).get("word").decode())
 """

@@ -22,16 +22,16 @@ from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.scheduler import Limits
-from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.trainer.kernels.attention import FLEX
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import enable_scoring
 from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
-from prime_rl.trainer.rl.packing import pack_batch
+from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
@@ -126,7 +126,7 @@ class NotCompared(Exception):
 def _outcome(compare: Callable[[], None]) -> str:
     try:
         compare()
-    except (ModelError, UnsupportedModel, ModelNotFound) as refusal:
+    except (ModelError, EngineError) as refusal:
         return f"refused: {refusal}"
     except NotCompared as reason:
         return str(reason)
@@ -225,7 +225,7 @@ def _compare_engine(case: Case, directory: Path, reference: PreTrainedModel) -> 
     """Samples that run together: groups of a prompt, then second turns with kept prefixes."""
     model, source = load_model(str(directory), "float32", torch.device("cpu"), max_model_len=case.seq_len)
     runner = ModelRunner(model, 1 << 28, source, partial(CommonStart.from_origins, fewest_rows=6))
-    with Engine(runner, Limits(max_prefix_bytes=1 << 24)).in_thread() as engine:
+    with Engine(runner, EngineLimits(max_prefix_bytes=1 << 24)).in_thread() as engine:
         sampled = _sampled(engine, [([*range(5, 5 + case.seq_len // 2)], 6), ([7, 8, 9], 2)], case.seq_len // 4)
         # Second turns, whose first tokens are kept.
         turns = [[*tokens, 9] for tokens, _ in (sampled[0], sampled[-1])]

@@ -10,7 +10,7 @@ from model_cases import LEFT_OUT, Case, cases, families
 from model_table import outcome_of, outcomes_on, page
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"

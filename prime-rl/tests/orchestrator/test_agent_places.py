@@ -16,12 +16,12 @@ from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.judging.offer import offered_in_a_trial
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.failures import GroupTimeout
+from prime_rl.orchestrator.workers.loading import load_environments
 
 MODULE = '''
 import asyncio

@@ -17,19 +17,18 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.agents import context
 from prime_rl.environments.agents.attempting import Attempts
 from prime_rl.environments.agents.datasets import read_dataset
-from prime_rl.environments.agents.returns import InvalidReward, checked_reward, discounted
+from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, discounted, read_sequences
 from prime_rl.environments.agents.targets import BadTarget, load_target
-from prime_rl.environments.agents.tensors import BadTensors, read_sequences
-from prime_rl.orchestrator.agents.worker import AgentWorker, agent_guest, rollout_of
-from prime_rl.orchestrator.env_servers.environment import Environment, GroupRequest
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.process import GuestProcess, RestartingGuest
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.agents import AgentWorker, agent_spec, rollout_of
+from prime_rl.orchestrator.workers.environment import Environment, GroupRequest
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerProcess
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 LOG = LogConfig(vf_level="warning")
@@ -256,7 +255,7 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
     """What the attempts at a row gave, under other keys if a test says so. One process makes them all."""
     keys = EnvConfig(workflow="my_agents:dispatch", agent_dataset="rows.jsonl", agent_timeout_s=60.0).agent_keys
     rows = read_dataset(keys.dataset)
-    guest = RestartingGuest(GuestProcess.start(agent_guest("env[0]", keys.target, {})))
+    guest = RestartingProcess(WorkerProcess.start(agent_spec("env[0]", keys.target, {})))
     proxy = RecordingProxy()
     with asyncio.Runner() as runner:
         pool = InferencePool(ClientConfig(base_url=[module_server.url]), "letters")

@@ -21,13 +21,13 @@ from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.batches.filters import GibberishFilter, RepetitionFilter, apply_filters
-from prime_rl.orchestrator.env_servers.failures import Failures
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, check_trainable, read_rollout
+from prime_rl.orchestrator.workers.failures import Failures
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.rl.packing import find_fault
+from prime_rl.trainer.rl.batches import find_fault
 from prime_rl.transport.messages import TrainingBatch
 
 NUMBERS = st.one_of(

@@ -10,7 +10,7 @@ from prime_rl.configs.advantages import DefaultAdvantageConfig, NormalizedAdvant
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
-from prime_rl.trainer.rl.packing import row_from_sample
+from prime_rl.trainer.rl.batches import row_from_sample
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_server import PARENT_VARIABLE, main
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE
 
 COMMAND = Path(sys.executable).with_name("env-server")

@@ -14,10 +14,10 @@ from prime_rl.checks.chat_templates import NAMED
 from prime_rl.checks.environments import EXAMINATION, trial_faults
 from prime_rl.configs.orchestrator import EnvConfig, ModelConfig, OrchestratorConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.examination import Room, config_warnings, examine, main
-from prime_rl.orchestrator.env_servers.loading import load_environments
-from prime_rl.orchestrator.env_servers.prompts import token_counter
+from prime_rl.orchestrator.env_checks.examination import Room, config_warnings, examine, main
+from prime_rl.orchestrator.env_checks.prompts import token_counter
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.utils.pydantic_config import dump_toml

@@ -15,10 +15,10 @@ import zmq
 import zmq.asyncio
 
 from prime_rl.configs.rollouts.environments import EnvConfig
-from prime_rl.orchestrator.env_servers.failures import MIN_GROUPS, WINDOW, Failures, GroupTimeout, in_time
-from prime_rl.orchestrator.env_servers.loading import load_environment
-from prime_rl.orchestrator.env_servers.service import EnvironmentService
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
+from prime_rl.orchestrator.workers.failures import MIN_GROUPS, WINDOW, Failures, GroupTimeout, in_time
+from prime_rl.orchestrator.workers.loading import load_environment
+from prime_rl.orchestrator.workers.service import EnvironmentService
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import OrchestratorPaths
 

@@ -17,22 +17,22 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.guests.process import (
-    MAX_ENDS_IN_A_ROW,
-    Guest,
-    GuestEnded,
-    GuestError,
-    GuestProcess,
-    RestartingGuest,
-)
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.process import (
+    MAX_ENDS_IN_A_ROW,
+    RestartingProcess,
+    WorkerEnded,
+    WorkerError,
+    WorkerProcess,
+    WorkerSpec,
+)
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 LOG = LogConfig(vf_level="warning")
@@ -128,11 +128,11 @@ connection.shutdown(socket.SHUT_WR)
 """An interpreter that greets, and answers the first request with what `answer` says."""
 
 
-def babbler(folder: Path, answer: bytes) -> Guest:
+def babbler(folder: Path, answer: bytes) -> WorkerSpec:
     program = folder / f"python-{len(answer)}"
     program.write_text(f"#!{sys.executable}\n{BABBLER.format(answer=answer)}")
     program.chmod(0o755)
-    return Guest("env[0]", program, "babbler", {}, {})
+    return WorkerSpec("env[0]", program, "babbler", {}, {})
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def load(python: Path) -> Iterator[Load]:
 
     yield start
     for each in loaded:
-        each.worker.guest.kill()
+        each.worker.process.kill()
 
 
 async def run_group(
@@ -184,7 +184,7 @@ async def model_at(server: Any) -> AsyncIterator[InferenceServer]:
 
 async def in_flight(environment: Environment, count: int) -> None:
     """Returns once the guest has `count` requests to answer."""
-    while len(environment.worker.guest._process._waiting) < count:
+    while len(environment.worker.process._process._waiting) < count:
         await asyncio.sleep(0)
 
 
@@ -237,10 +237,10 @@ async def test_a_process_is_replaced_and_ends_while_other_environments_keep_ever
     async with model_at(policy_server) as model:
         group = asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5))
         await in_flight(environment, 1)
-        os.kill(environment.worker.guest._process._process.pid, signal.SIGKILL)
-        with pytest.raises(GuestEnded, match="ended with code -9"):
+        os.kill(environment.worker.process._process._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerEnded, match="ended with code -9"):
             await group
-        described = await environment.worker.guest.ask("describe", split="train")
+        described = await environment.worker.process.ask("describe", split="train")
         assert described["rows"] == 2
         await environment.close()
 
@@ -249,9 +249,9 @@ async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Pat
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable} -S\n{BABBLER.format(answer=b'')}")
     program.chmod(0o755)
-    guest = RestartingGuest(GuestProcess.start(Guest("env[0]", program, "babbler", {}, {})))
+    guest = RestartingProcess(WorkerProcess.start(WorkerSpec("env[0]", program, "babbler", {}, {})))
     for _ in range(MAX_ENDS_IN_A_ROW):
-        with pytest.raises(GuestEnded, match=r"env\[0\]: the process of 'babbler' ended with code 0"):
+        with pytest.raises(WorkerEnded, match=r"env\[0\]: the process of 'babbler' ended with code 0"):
             await guest.ask("run_group")
     with pytest.raises(EnvironmentFault, match=r"env\[0\]: the process of 'babbler' ended 5 times in a row"):
         await guest.ask("run_group")
@@ -259,8 +259,8 @@ async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Pat
 
 async def test_a_process_that_its_code_blocks_is_replaced(load: Load, policy_server) -> None:
     environment = load(args={"kind": "blocks"}, timeout_s=1)
-    environment.worker.guest.blocked_s = 1.0
-    blocked = environment.worker.guest._process
+    environment.worker.process.blocked_s = 1.0
+    blocked = environment.worker.process._process
     with pytest.raises(GroupFailed, match=r"it blocks its process: no answer within 1 s"):
         await run_group(environment, policy_server)
     assert blocked._process.returncode is not None
@@ -271,9 +271,9 @@ async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_s
     async with model_at(policy_server) as model:
         groups = [asyncio.create_task(environment.run_group(EXAMPLE, 2, model, ARGS, 5)) for _ in range(3)]
         await in_flight(environment, 3)
-        os.kill(environment.worker.guest._process._process.pid, signal.SIGKILL)
+        os.kill(environment.worker.process._process._process.pid, signal.SIGKILL)
         ended = await asyncio.gather(*groups, return_exceptions=True)
-    assert [type(each) for each in ended] == [GuestEnded] * 3
+    assert [type(each) for each in ended] == [WorkerEnded] * 3
     assert [each.is_of_environment for each in ended] == [True, False, False]
     assert {str(each) for each in ended} == {
         "orchestrator.env[0]: the process of 'guest-letters' ended with code -9; what it printed is in this log"
@@ -281,7 +281,7 @@ async def test_a_killed_process_fails_every_group_in_flight(load: Load, policy_s
 
 
 async def test_an_environment_that_cancels_itself_fails_its_group(load: Load, policy_server) -> None:
-    with pytest.raises(GuestError, match="it was cancelled"):
+    with pytest.raises(WorkerError, match="it was cancelled"):
         await run_group(load(args={"kind": "cancels"}), policy_server)
 
 
@@ -298,13 +298,13 @@ async def test_a_cancelled_group_frees_its_sessions(load: Load, policy_server) -
 
 async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waiting(load: Load, policy_server) -> None:
     environment = load(args={"kind": "forks"})
-    with pytest.raises(GuestEnded, match="ended with code 9"):
+    with pytest.raises(WorkerEnded, match="ended with code 9"):
         await run_group(environment, policy_server, size=1)
 
 
 @pytest.mark.parametrize("answer", ["{}", '{"id": [1]}', "[]", "NaN {"])
 async def test_a_process_whose_answers_make_no_sense_fails_its_requests(tmp_path: Path, answer: str) -> None:
-    process = GuestProcess.start(babbler(tmp_path, answer.encode()))
+    process = WorkerProcess.start(babbler(tmp_path, answer.encode()))
     try:
         for _ in range(2):
             with pytest.raises(EnvironmentFault, match=r"the process of 'babbler' .*: a message that"):
@@ -314,13 +314,13 @@ async def test_a_process_whose_answers_make_no_sense_fails_its_requests(tmp_path
 
 
 async def test_a_process_that_replaces_another_is_heard_after_the_other_is_forgotten(tmp_path: Path) -> None:
-    first = GuestProcess.start(babbler(tmp_path, b""))
+    first = WorkerProcess.start(babbler(tmp_path, b""))
     with pytest.raises(EnvironmentFault, match="ended with code 0"):
         await first.ask("run_group")
     assert first._opening is not None
     writer = first._opening.result()
     first.kill()
-    second = GuestProcess.start(babbler(tmp_path, b'{"id": 0, "value": 5}'))
+    second = WorkerProcess.start(babbler(tmp_path, b'{"id": 0, "value": 5}'))
     answer = asyncio.create_task(second.ask("run_group"))
     while not second._waiting:
         await asyncio.sleep(0)

@@ -18,7 +18,6 @@ from verifiers.types import AssistantMessage, UserMessage
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.env_servers.in_memory import SessionClient
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
@@ -28,6 +27,7 @@ from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.channel import KEEPALIVE_S, ChatChannel, Connections
 from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.in_memory import SessionClient
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=8), 0.7)
 PROMPT = [UserMessage(content="abc")]

@@ -12,7 +12,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from prime_rl.orchestrator.guests.inside.loopback import http_client
+from prime_rl.orchestrator.workers.inside.loopback import http_client
 
 PATH = "/v1/chat/completions"
 

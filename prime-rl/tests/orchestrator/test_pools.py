@@ -9,11 +9,11 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import NothingToTrain
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.workers.loading import load_environments
 
 THRESHOLDS = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
 Finish = Callable[[Buffer, ExampleRef, float], bool]

@@ -14,10 +14,10 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.orchestrator.env_servers.rubrics import reward_functions
 from prime_rl.orchestrator.reports.reward_watch import WINDOW_STEPS, CutAnswers, EqualRewards, PartTrend, RewardWatch
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.orchestrator.workers.in_memory import reward_functions
 
 Series = Callable[[int, random.Random], tuple[float, float]]
 """Part and reward of a step."""

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_rl.orchestrator.guests.inside.scripts import has_all, in_memory
+from prime_rl.orchestrator.workers.inside.scripts import has_all, in_memory
 
 PATH_OF_A_SCRIPT = """
 import os, sys
-from prime_rl.orchestrator.guests.inside.scripts import in_memory
+from prime_rl.orchestrator.workers.inside.scripts import in_memory
 print(in_memory("script.py", "print('grüße')"), flush=True)
 os.read(0, 1)
 """

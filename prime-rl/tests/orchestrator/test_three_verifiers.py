@@ -15,16 +15,16 @@ import pytest
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, VenvError, python_of, venv_of_packages
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.failures import GroupTimeout
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.guests.inside import verifiers_v1
-from prime_rl.orchestrator.guests.process import SHOWN_ROWS, ProcessWorker
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.failures import GroupTimeout
+from prime_rl.orchestrator.workers.inside import verifiers_v1
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.process import SHOWN_ROWS, ProcessWorker
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.filesystem import FileSystemBatchReceiver
 
@@ -246,7 +246,7 @@ async def test_a_reward_of_v1_that_is_no_finite_number_is_named(value: object) -
 class EndlessProcess:
     """Answers as the process of an endless taskset does."""
 
-    guest = None
+    spec = None
 
     def ask_now(self, do: str, split: str, start: int = 0, stop: int = 0) -> Any:
         if do == "describe":

@@ -11,10 +11,6 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.loading import load_environments
-from prime_rl.orchestrator.env_servers.port import PortWorker
-from prime_rl.orchestrator.env_servers.service import EnvironmentService
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
 from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
@@ -23,6 +19,10 @@ from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.port import PortWorker
+from prime_rl.orchestrator.workers.service import EnvironmentService
 from prime_rl.transport.messages import TrainingSample
 
 EXAMPLE = ExampleRef("letters-env", 1)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.utils.pydantic_config import dump_toml
 

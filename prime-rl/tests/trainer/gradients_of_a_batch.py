@@ -19,12 +19,11 @@ from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
+from prime_rl.trainer.rl.batches import distribute, pack_batch, row_from_sample
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import distribute, pack_batch, row_from_sample
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample

@@ -18,7 +18,7 @@ from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.parallel_dims import setup_mesh
+from prime_rl.trainer.process.mesh import setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 
 TOKENS = torch.arange(4, 34)[None]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from prime_rl.configs.trainer import DebugModelConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.parallel_dims import setup_mesh
+from prime_rl.trainer.process.mesh import setup_mesh
 from prime_rl.trainer.process.world import destroy_world, setup_world
 
 with leaving_at_once():

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
-from prime_rl.trainer.model.activation_offload import MIN_BYTES, ActivationOffload, OffloadedTensor
-from prime_rl.trainer.model.blocks import decoder_blocks, offloaded
+from prime_rl.trainer.model.blocks import MIN_BYTES, ActivationOffload, OffloadedTensor, decoder_blocks, offloaded
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 CPU = torch.device("cpu")
 TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.arange(35)])[None]

@@ -23,18 +23,15 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.files import random_state
-from prime_rl.trainer.checkpoints.frozen import identity_of_frozen
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState
+from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState, identity_of_frozen
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.optim.offload import offload_states
-from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.optimizer import clip_gradients, offload_states, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.utils.contents import write_marker
 
 

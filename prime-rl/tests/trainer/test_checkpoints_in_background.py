@@ -25,7 +25,7 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 
 def new_state(model_dir: Path, mesh: Mesh) -> TrainState:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from prime_rl.configs.trainer import ActivationCheckpointConfig, CompileConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 ROWS = ((50, 55, 52), (30, 90, 10), (128,), (33, 20, 7, 80, 90))
 """Sequences of equal and different lengths, in one and in several rows of the grid, to cover every kind of graph."""

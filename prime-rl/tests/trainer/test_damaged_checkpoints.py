@@ -21,14 +21,14 @@ from prime_rl.run.directory import RunDirError, check_run_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.reading import read_sharded
+from prime_rl.trainer.checkpoints.sharded import read_sharded
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError
-from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.process.unpickling import ForbiddenPickle, PlainUnpickler, RankError
+from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.process.world import ForbiddenPickle, PlainUnpickler, RankError
 
 STEP = 7
 

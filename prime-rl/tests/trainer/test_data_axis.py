@@ -15,9 +15,8 @@ from prime_rl.configs.sft import FakeDataConfig
 from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import FakeDataLoaderConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.data_axis import DataAxis, data_groups
-from prime_rl.trainer.process.errors import BatchError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, data_groups
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import FakeBatches, PackedBatches, readers_by_data_rank
 from prime_rl.trainer.sft.data.packer import setup_rows
@@ -138,5 +137,5 @@ def test_rows_of_another_step_are_an_error_of_one_line(mesh: Mesh, tmp_path: Pat
         closing(PackedBatches(config, paths, second, SEQ_LEN)) as batches,
     ):
         first.send(4, {1: []})
-        with pytest.raises(BatchError, match="expected the rows of step 5, but received those of step 4"):
+        with pytest.raises(TrainerError, match="expected the rows of step 5, but received those of step 4"):
             batches.take(5)

@@ -10,22 +10,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.float32_products import in_float32
-from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
-from prime_rl.trainer.kernels.lean_linear import (
+from prime_rl.trainer.kernels.heads import ChunkSizes, fused_logprobs, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.product_choice import LayerLibraries, Library, ProductChoice
+from prime_rl.trainer.kernels.products import (
     ONEDNN,
     PLAIN,
     Products,
     has_onednn_products,
     head_product,
+    in_float32,
     plain_product,
     use_lean_linears,
 )
-from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_entropy_sum
-from prime_rl.trainer.kernels.product_choice import LayerLibraries, Library, ProductChoice
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 CONVERTING = in_float32(plain_product)
 ROUNDING = 2**-8
@@ -92,7 +91,7 @@ def test_a_loss_in_parts_has_the_gradients_of_float64(logits: int) -> None:
     found = []
     for dtype, product in ((torch.float64, plain_product), (torch.bfloat16, in_float32(plain_product, 64))):
         hidden, weight = drawn(9, 16).to(dtype).requires_grad_(), drawn(30, 16, seed=1).to(dtype).requires_grad_()
-        loss = linear_cross_entropy_sum(hidden, weight, targets, Limits(logits=logits), product)
+        loss = linear_cross_entropy_sum(hidden, weight, targets, ChunkSizes(logits=logits), product)
         found.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
     for exact, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=0.03, atol=0.03)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.serialization import get_crc32_options
 
-from prime_rl.trainer.checkpoints.hashing import save_sharded
+from prime_rl.trainer.checkpoints.sharded import save_sharded
 from prime_rl.utils.contents import CHUNK_BYTES, FileRecord, hash_file
 
 

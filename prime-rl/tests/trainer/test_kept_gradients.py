@@ -10,18 +10,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig
-from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits
+from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes
+from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import setup_optimizer
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 VOCAB = 128
 ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]
 
 
-def gradient_of(model: nn.Module, rows: list[Tensor], mesh: Mesh, limits: Limits = LIMITS) -> dict[str, Tensor]:
+def gradient_of(
+    model: nn.Module, rows: list[Tensor], mesh: Mesh, limits: ChunkSizes = CHUNK_SIZES
+) -> dict[str, Tensor]:
     for row in accumulated(model, rows, mesh.process):
         targets = row[0].roll(-1)
         score_tokens(
@@ -50,7 +52,7 @@ def config(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ModelConfig:
 
 @pytest.mark.parametrize("most_logits", [2**25, 16 * VOCAB], ids=["head in one part", "head in parts"])
 def test_kept_gradients_equal_those_of_the_plain_model(config: ModelConfig, mesh: Mesh, most_logits: int) -> None:
-    kept = gradient_of(setup_model(config, mesh), ROWS, mesh, Limits(logits=most_logits, vocab_chunk=48))
+    kept = gradient_of(setup_model(config, mesh), ROWS, mesh, ChunkSizes(logits=most_logits, vocab_chunk=48))
     tolerance = 1e-5 if config.compute_dtype == "float32" else 2e-2
     for name, expected in plain_gradient_of(config, ROWS).items():
         torch.testing.assert_close(

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.kernels.lean_linear import (
+from prime_rl.trainer.kernels.products import (
     ONEDNN,
     PLAIN,
     Products,
     has_onednn_products,
     onednn_product,
-    padded_row_count,
     plain_product,
     use_lean_linears,
 )
@@ -81,7 +80,3 @@ def test_a_product_of_transposed_matrices_is_correct(dtype: torch.dtype) -> None
     expected = one.double().T @ other.double()
     torch.testing.assert_close(onednn_product(one.T, other.T).double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(onednn_product(other.T, one.T).double(), expected.T, rtol=1e-5, atol=1e-5)
-
-
-def test_row_counts_are_rounded_up() -> None:
-    assert [padded_row_count(rows) for rows in (1, 32, 33)] == [32, 32, 64]

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from prime_rl.trainer.kernels.lean_linear import ONEDNN, PLAIN, Products, onednn_product, plain_product
-from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
+from prime_rl.trainer.kernels.lean_layers import use_lean_mlps
+from prime_rl.trainer.kernels.products import ONEDNN, PLAIN, Products, onednn_product, plain_product
 
 WIDTH = 64
 

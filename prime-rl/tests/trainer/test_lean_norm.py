@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from prime_rl.trainer.kernels.lean_norm import use_lean_norms
+from prime_rl.trainer.kernels.lean_layers import use_lean_norms
 
 WIDTH = 96
 

@@ -36,15 +36,14 @@ from prime_rl.configs.trainer import (
 )
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
-from prime_rl.trainer.kernels.linear_cross_entropy import Limits, linear_cross_entropy_sum
-from prime_rl.trainer.lora.adapters import LowRank, full_tensor
-from prime_rl.trainer.lora.export import gather_adapter, peft_config
+from prime_rl.trainer.kernels.heads import ChunkSizes, linear_cross_entropy_sum
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.lora import LowRank, full_tensor, gather_adapter, peft_config
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
-from prime_rl.trainer.observe.perf import flops_per_token
 from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import MicroBatch
@@ -304,7 +303,7 @@ def test_sft_trains_the_adapter_of_a_head(moe_model_dir: Path, mesh: Mesh, most_
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def score(hidden: Tensor, logits_of: LogitsOf) -> Tensor:
-        return cross_entropy_sum(hidden[:-1], TOKENS[1:], logits_of, 128, Limits(logits=most_logits))
+        return cross_entropy_sum(hidden[:-1], TOKENS[1:], logits_of, 128, ChunkSizes(logits=most_logits))
 
     def loss_and_gradients(loss: Tensor) -> list[Tensor]:
         loss.backward()
@@ -332,7 +331,7 @@ def test_a_frozen_head_has_no_weight_gradient_to_compute(most_logits: int) -> No
 
         leaf = hidden.clone().requires_grad_()
         head = weight.clone().requires_grad_(not is_frozen)
-        linear_cross_entropy_sum(leaf, head, targets, Limits(logits=most_logits), product).backward()
+        linear_cross_entropy_sum(leaf, head, targets, ChunkSizes(logits=most_logits), product).backward()
         gradients[is_frozen] = leaf.grad
     assert torch.equal(gradients[True], gradients[False])
     assert shapes[False] - shapes[True] == {(50, 6)}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.checks.memory.training import BLOCK_QUERIES, BLOCK_SCORES
-from prime_rl.trainer.model import sequence_blocks
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.model import layouts
+from prime_rl.trainer.process.mesh import Mesh
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "benchmarks" / "memory")]
 
@@ -45,4 +45,4 @@ def test_the_estimated_peak_of_a_step_is_the_measured_one(case: Case, mesh: Mesh
 
 
 def test_the_estimate_knows_the_limits_of_a_block() -> None:
-    assert (BLOCK_QUERIES, BLOCK_SCORES) == (sequence_blocks._MOST_QUERIES, sequence_blocks._LONG_SCORES)
+    assert (BLOCK_QUERIES, BLOCK_SCORES) == (layouts._MOST_QUERIES, layouts._LONG_SCORES)

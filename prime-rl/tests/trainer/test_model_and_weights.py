@@ -24,10 +24,10 @@ from prime_rl.configs.trainer import (
 from prime_rl.trainer.checkpoints.weights import add_older_keys, export_model, gather_weights, save_weights
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.observe.perf import Throughput, flops_per_token
 from prime_rl.trainer.optim.optimizer import clip_gradients
-from prime_rl.trainer.process.errors import DeviceError, ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.perf import Throughput, flops_per_token
+from prime_rl.trainer.process.errors import ModelError, TrainerError
+from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.world import resolve_device
 
 
@@ -294,12 +294,12 @@ def test_the_chat_template_can_be_replaced_by_text_or_by_a_file(tiny_model_dir: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
     assert resolve_device("auto") == "cpu"
-    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(TrainerError, match="CUDA_VISIBLE_DEVICES"):
         resolve_device("cuda")
 
 
 def test_replicas_must_divide_the_processes(tiny_model_dir: Path, mesh: Mesh) -> None:
-    with pytest.raises(DeviceError, match="dp_replicate = 2"):
+    with pytest.raises(TrainerError, match="dp_replicate = 2"):
         setup_mesh(config_of(tiny_model_dir, dp_replicate=2), mesh.process)
 
 

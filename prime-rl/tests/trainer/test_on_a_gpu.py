@@ -27,7 +27,7 @@ from prime_rl.trainer.kernels.attention import FLEX, SDPA, VARLEN, choose_attent
 from prime_rl.trainer.model.build import load_model_config, setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.metrics import MetricValues

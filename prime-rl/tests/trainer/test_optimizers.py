@@ -25,12 +25,16 @@ from prime_rl.configs.trainer import (
     SGDConfig,
 )
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.optim.muon import orthogonalised, split_for_muon
-from prime_rl.trainer.optim.offload import offload_states
-from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.optimizer import (
+    clip_gradients,
+    global_norm,
+    offload_states,
+    orthogonalised,
+    setup_optimizer,
+    split_for_muon,
+)
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.optim.shards import global_norm
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.utils.logger import setup_logger
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from prime_rl.configs.trainer import DebugModelConfig, ModelConfig, TokenizerCon
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 CONFIG_CODE = """
 from transformers import LlamaConfig

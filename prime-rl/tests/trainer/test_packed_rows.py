@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.linear_cross_entropy import Limits
+from prime_rl.trainer.kernels.heads import ChunkSizes
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.packed_rows import fold
+from prime_rl.trainer.model.layouts import fold
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 VOCAB = 128
 
@@ -76,7 +76,7 @@ def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str) -> None
     known = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum") / 3
     expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
     for most in (2**20, 20 * VOCAB, 7 * VOCAB):
-        limits = Limits(logits=most, float_logits=3 * VOCAB)
+        limits = ChunkSizes(logits=most, float_logits=3 * VOCAB)
         loss = cross_entropy_sum(hidden, targets, head, VOCAB, limits) / 3
         found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):

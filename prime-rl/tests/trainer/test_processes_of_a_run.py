@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from prime_rl.launch import reserved_ports
 from prime_rl.run.paths import STORE_VARIABLE
-from prime_rl.trainer.process.errors import ModelError, RendezvousError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.errors import ModelError, TrainerError
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.signals import listen_for_signals
 from prime_rl.trainer.process.world import destroy_world, leaving_when_done, setup_world
 
@@ -103,5 +103,5 @@ def test_a_port_of_the_ranks_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", STORE_VARIABLE: f"tcp://127.0.0.1:{port}"}
-        with pytest.raises(RendezvousError, match=f"listen for the other ranks at 127.0.0.1:{port}: Address already"):
+        with pytest.raises(TrainerError, match=f"listen for the other ranks at 127.0.0.1:{port}: Address already"):
             setup_world("cpu", timeout_s=60, environ=ranks)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels.lean_linear import Products, has_onednn_products
 from prime_rl.trainer.kernels.product_choice import (
     LayerLibraries,
     Library,
@@ -17,6 +16,7 @@ from prime_rl.trainer.kernels.product_choice import (
     cached_choice,
     choose_products,
 )
+from prime_rl.trainer.kernels.products import Products, has_onednn_products
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import setup_logger
 

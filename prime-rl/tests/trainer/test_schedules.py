@@ -10,7 +10,7 @@ from prime_rl.configs.trainer import (
     SchedulerConfig,
 )
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.process.errors import ScheduleError
+from prime_rl.trainer.process.errors import TrainerError
 
 
 def rates(config: SchedulerConfig, max_steps: int | None, updates: int, lr: float = 1.0) -> list[float]:
@@ -72,5 +72,5 @@ def test_constant_needs_no_end() -> None:
     ],
 )
 def test_a_schedule_that_cannot_fit_is_refused(config: SchedulerConfig, max_steps: int | None, named: str) -> None:
-    with pytest.raises(ScheduleError, match=named):
+    with pytest.raises(TrainerError, match=named):
         rates(config, max_steps, 0)

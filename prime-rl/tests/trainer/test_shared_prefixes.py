@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.lean_linear import padded_row_count
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.layouts import SHARED, find_shared_prefixes
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.model.shared_prefixes import SHARED, find_shared_prefixes
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 
 PROMPT = list(range(20, 32))
 GROUP = [[*PROMPT, 5, 6, 7], [*PROMPT, 5, 9], [*PROMPT], [3, 4, 5, 6], [*PROMPT, 5, 6, 8, 8, 8]]
@@ -100,4 +99,4 @@ def test_equal_sequences_cost_as_much_as_one(copies: int) -> None:
     tree = find_shared_prefixes(*row_of([PROMPT] * copies))
     assert tree is not None
     assert int(tree.node_of_token_T.max()) + 1 == len(PROMPT)
-    assert len(tree.token_of_node_N) == padded_row_count(len(PROMPT))
+    assert len(tree.token_of_node_N) == len(PROMPT)

@@ -26,13 +26,13 @@ from prime_rl.monitors.heartbeat import Heartbeat
 from prime_rl.monitors.prometheus import MetricsServer
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.observe.perf import Peak, Performance, flops_per_token, measured_peak_flops
-from prime_rl.trainer.observe.telemetry import open_telemetry
+from prime_rl.trainer.perf import Peak, Performance, flops_per_token, measured_peak_flops
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.run import train as train_rl
 from prime_rl.trainer.sft.run import run as run_sft
+from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.utils.engine_keys import key_file
 from prime_rl.utils.logger import setup_logger
 

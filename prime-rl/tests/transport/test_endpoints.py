@@ -12,8 +12,7 @@ import pytest
 import zmq
 import zmq.utils.monitor
 
-from prime_rl.transport.endpoints import Endpoint
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import Endpoint, TransportError
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE
 from prime_rl.utils.private import runtime_directory
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.launch.ports import reserved_ports
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.transport.weights import NCCL_LATER_S, WeightGroup, bundles_of
 
 CPU = torch.device("cpu")

@@ -88,7 +88,7 @@ def test_what_is_sized_by_memory_asks_for_the_usable_memory() -> None:
         for file in SOURCES.rglob("*.py")
         if re.search(r"SC_PHYS_PAGES|MemTotal|virtual_memory", file.read_text(encoding="utf-8"))
     }
-    reported = {"history/machine.py", "trainer/observe/perf.py"}  # facts about the machine, which size nothing
+    reported = {"history/machine.py", "trainer/perf.py"}  # facts about the machine, which size nothing
     assert found - reported == {"utils/machine/memory.py"}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
-EXAMINATION = "prime_rl.orchestrator.env_servers.examination"
+EXAMINATION = "prime_rl.orchestrator.env_checks.examination"
 EVALUATION_TRIAL = "prime_rl.eval.trial"
 _MODULES = {"orchestrator": EXAMINATION, "eval": EVALUATION_TRIAL}
 _FAULT = "error: "

@@ -26,9 +26,6 @@ from prime_rl.monitors import JsonlMonitor, Monitor, MonitorError, MultiMonitor
 from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sinks.described import SinkRun
 from prime_rl.monitors.sinks.opening import open_sinks
-from prime_rl.orchestrator.env_servers.environment import Environment, rows_to_evaluate
-from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.env_servers.loading import load_environments
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
@@ -39,6 +36,9 @@ from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import Ending, StopSignals
+from prime_rl.orchestrator.workers.environment import Environment, rows_to_evaluate
+from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
+from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights

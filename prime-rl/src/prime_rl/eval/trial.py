@@ -17,7 +17,7 @@ def main() -> None:
     # verifiers takes seconds to import.
     from prime_rl.environments.judging.offer import offered_in_a_trial
     from prime_rl.eval.run import EvalSet
-    from prime_rl.orchestrator.env_servers.loading import load_environments
+    from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
         with offered_in_a_trial(config.judge):

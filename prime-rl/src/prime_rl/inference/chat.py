@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from prime_rl.checks.chat_models import ChatModel, ChatPlan
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.inference.preparation import in_time
+from prime_rl.inference.model_files import WeightError
 from prime_rl.inference.protocol import ChatBody, RequestError
+from prime_rl.inference.rendering import in_time
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import end_quietly_on_ctrl_c

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_rl.inference.access import HEALTH, METRICS
+from prime_rl.inference.guards import HEALTH, METRICS
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
@@ -28,7 +28,7 @@ from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, f
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RouteResponse:
     """One route, with the fields of its answer: `a.b` is a field of an object, `a[].b` of each object of a list."""
 
     method: str
@@ -84,16 +84,16 @@ _STATUS = {"status": "`ok`", "version": "n of a directory `step_<n>`, else one m
 _RELOADED = {"status": "`ok`", "version": "0"}
 
 ROUTES = (
-    Answer("POST", "/v1/chat/completions", "generates an answer to messages", ChatBody, CHAT_FIELDS),
-    Answer(
+    RouteResponse("POST", "/v1/chat/completions", "generates an answer to messages", ChatBody, CHAT_FIELDS),
+    RouteResponse(
         "POST",
         "/v1/chat/completions/tokens",
         "the same, from a prompt that the client has tokenized",
         TokensBody,
         CHAT_FIELDS,
     ),
-    Answer("POST", "/v1/completions", "continues texts or token ids", CompletionBody, COMPLETION_FIELDS),
-    Answer(
+    RouteResponse("POST", "/v1/completions", "continues texts or token ids", CompletionBody, COMPLETION_FIELDS),
+    RouteResponse(
         "POST",
         "/tokenize",
         "tokenizes a text or messages",
@@ -105,31 +105,35 @@ ROUTES = (
             "token_strs": "text of each token, with `return_token_strs`; else null",
         },
     ),
-    Answer(
+    RouteResponse(
         "POST", "/update_weights", "loads weights, between two tokens of running requests", UpdateWeightsBody, _STATUS
     ),
-    Answer("POST", "/reload_weights", "loads the weights that the server started with; no body", None, _RELOADED),
-    Answer("POST", "/load_lora_adapter", "serves an adapter under a name", LoadAdapterBody, _STATUS),
-    Answer(
+    RouteResponse(
+        "POST", "/reload_weights", "loads the weights that the server started with; no body", None, _RELOADED
+    ),
+    RouteResponse("POST", "/load_lora_adapter", "serves an adapter under a name", LoadAdapterBody, _STATUS),
+    RouteResponse(
         "POST",
         "/init_broadcaster",
         "joins the trainer's group that sends weights directly",
         InitBroadcasterBody,
         {"status": "`ok`"},
     ),
-    Answer(
+    RouteResponse(
         "POST",
         "/pause",
         "pauses generation; running requests stay. Query: `mode=keep`, the only mode",
         None,
         {"status": "`paused`"},
     ),
-    Answer("POST", "/resume", "continues generation", None, {"status": "`resumed`"}),
-    Answer("GET", "/is_paused", "whether generation is paused", None, {"is_paused": "true or false"}),
-    Answer("GET", HEALTH, "status 200 when the model is loaded, else 503; no body"),
-    Answer("GET", METRICS, "counts and gauges as Prometheus's text; without the key if `server.public_metrics = true`"),
-    Answer("GET", "/load", "work of the server", None, {"server_load": "samples that run or wait"}),
-    Answer(
+    RouteResponse("POST", "/resume", "continues generation", None, {"status": "`resumed`"}),
+    RouteResponse("GET", "/is_paused", "whether generation is paused", None, {"is_paused": "true or false"}),
+    RouteResponse("GET", HEALTH, "status 200 when the model is loaded, else 503; no body"),
+    RouteResponse(
+        "GET", METRICS, "counts and gauges as Prometheus's text; without the key if `server.public_metrics = true`"
+    ),
+    RouteResponse("GET", "/load", "work of the server", None, {"server_load": "samples that run or wait"}),
+    RouteResponse(
         "GET",
         "/v1/models",
         "the model and its adapters",
@@ -198,7 +202,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _section(route: Answer) -> str:
+def _section(route: RouteResponse) -> str:
     parts = [f"## {route.method} {route.path}", ""]
     if route.body is not None:
         shared = ChatBody if route.body is TokensBody else SamplingBody

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoint_files import WeightError
+from prime_rl.inference.model_files import WeightError
 from prime_rl.inference.protocol import InitBroadcasterBody
 from prime_rl.run.paths import step_of
 from prime_rl.transport.weights import WeightGroup

@@ -18,7 +18,7 @@ from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.beats import own_beats
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -60,7 +60,7 @@ def serve(config: EnvServerConfig) -> None:
     """
     # verifiers takes seconds to import.
     with import_without_gc():
-        from prime_rl.orchestrator.env_servers.loading import load_environment, setup_verifiers_logging
+        from prime_rl.orchestrator.workers.loading import load_environment, setup_verifiers_logging
 
     setup_verifiers_logging(config.log)
     env = load_environment(config.env, "env")
@@ -68,7 +68,7 @@ def serve(config: EnvServerConfig) -> None:
 
 
 async def _serve(env: vf.Environment, address: str) -> None:
-    from prime_rl.orchestrator.env_servers.service import EnvironmentService
+    from prime_rl.orchestrator.workers.service import EnvironmentService
 
     try:
         service = EnvironmentService(env, address)

@@ -7,7 +7,7 @@ OrchestratorError
 ├── InferenceFault        a server is down, never becomes ready, sends unusable replies, or rejects weights
 ├── TrainerFault          the trainer publishes no further policy version
 ├── GroupFailed           a group failed, and is retried
-│   ├── GroupTimeout      it took longer than its environment's limit (in env_servers/group_limits.py)
+│   ├── GroupTimeout      it took longer than its environment's limit (in workers/failures.py)
 │   └── MalformedRollout  a rollout cannot be trained on, whatever its reward
 ├── TooManyFailures       too many groups failed in a row
 ├── NothingToTrain        several batches in a row have no token to train on, or no example is left

@@ -26,12 +26,7 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.batches.filters import setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.examination import EVAL_KEY, Room, placed, refuse_unusable
-from prime_rl.orchestrator.env_servers.failures import failure_metrics
-from prime_rl.orchestrator.env_servers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.env_servers.loading import load_environments
-from prime_rl.orchestrator.env_servers.processes import EnvServers
+from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
 from prime_rl.orchestrator.evaluation.validator import Validator
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
@@ -47,6 +42,11 @@ from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import Ending, StopSignals
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.failures import failure_metrics
+from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
+from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.processes import EnvServers
 from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.beats import own_beats
 from prime_rl.run.clearance import give_clearance

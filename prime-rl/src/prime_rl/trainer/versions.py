@@ -1,4 +1,4 @@
-"""What releases of torch and Transformers that this engine supports do differently, each in one function.
+"""Differences between the supported releases of torch and Transformers, each in one function.
 
 Supported: torch 2.11 to 2.13, Transformers 5.16 to 5.19.
 """

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prime_rl.configs.shared import TransportConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.transport.filesystem import (
     FileSystemBatchReceiver,
     FileSystemBatchSender,

@@ -18,9 +18,14 @@ from typing import Any, Self
 import zmq
 from zmq.utils import z85
 
-from prime_rl.transport.errors import TransportError
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE, is_loopback
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.private import NotPrivate, runtime_directory
+
+
+class TransportError(RunError):
+    """A transport failure; the message alone explains it, without a traceback."""
+
 
 _MIN_KEY_LENGTH = 16
 

@@ -21,8 +21,7 @@ import zmq
 
 from prime_rl.configs.shared import ZMQTransportConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
-from prime_rl.transport.endpoints import Endpoint
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import Endpoint, TransportError
 from prime_rl.transport.messages import MicroBatch, TrainingBatch
 from prime_rl.utils.logger import get_logger
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.waiting import REMIND_EVERY_S, Wait
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -235,3 +235,17 @@ def _backend(
         options._timeout = timeout + timedelta(seconds=NCCL_LATER_S)
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+# Moves what the host has computed to the model's device without waiting for the device.
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; itself if it is there already.
+
+    A copy from ordinary host memory waits until the GPU has done all its work; one from pinned memory is queued behind
+    that work. The allocator of pinned memory keeps the source until the copy is done.
+    """
+    if device.type == "cpu" or host.device.type != "cpu":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.process.parallel_dims import Mesh, ParallelDims
+from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, ModelConfig
-from prime_rl.inference.checkpoint_files import WeightError, check_same_model, open_checkpoint
 from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
+from prime_rl.inference.model_files import WeightError, check_same_model, open_checkpoint
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.weights import save_adapter, save_weights
-from prime_rl.trainer.lora.export import PeftAdapter
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.lora import PeftAdapter
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.utils.files import STABLE, scratch_of
 

@@ -15,8 +15,8 @@ from prime_rl.configs.trainer import ModelConfig, NCCLWeightBroadcastConfig
 from prime_rl.launch import reserved_ports
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.process.errors import BroadcastError
-from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.rl.broadcast import GroupBroadcast
 from prime_rl.transport.weights import WeightGroup
 from prime_rl.utils.files import STABLE
 
@@ -78,7 +78,7 @@ def test_a_version_waits_for_the_orchestrators_request(made, model, run) -> None
     broadcast.start(0)
     broadcast.config = broadcast.config.model_copy(update={"timeout": 1})  # the port is open already
     with pytest.raises(
-        BroadcastError,
+        TrainerError,
         match=r"waited for the orchestrator's request for version 1 since .* weight_broadcast\.timeout = 1 s",
     ):
         broadcast.publish(model, 1, torch.float32)
@@ -90,7 +90,7 @@ def test_servers_that_have_exited_are_an_error(made, model, run) -> None:
     broadcast.start(0)
     broadcast._group._timeout = timedelta(seconds=1)  # the port is open already
     ask_for(run, 1)
-    with pytest.raises(BroadcastError, match="version 1 did not reach the inference servers"):
+    with pytest.raises(TrainerError, match="version 1 did not reach the inference servers"):
         broadcast.publish(model, 1, torch.float32)
 
 
@@ -121,5 +121,5 @@ def test_markers_of_an_earlier_start_are_removed_before_servers_join(made, run) 
 def test_a_port_in_use_is_named(made, port) -> None:
     first, other = made(), made()
     first.start(0)
-    with pytest.raises(BroadcastError, match=f"could not join the group at 127.0.0.1:{port}"):
+    with pytest.raises(TrainerError, match=f"could not join the group at 127.0.0.1:{port}"):
         other.start(0)

@@ -15,10 +15,10 @@ from prime_rl.configs.model import LoRAConfig
 from prime_rl.configs.trainer import DefaultLossConfig, ModelConfig
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.mesh import DataAxis
+from prime_rl.trainer.rl.batches import pack_batch
+from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import pack_batch
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.transport.messages import TrainingBatch, TrainingSample

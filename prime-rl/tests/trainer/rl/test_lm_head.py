@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
+from prime_rl.trainer.kernels.heads import fused_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 17, 8, 50
 

@@ -7,16 +7,15 @@ import torch
 
 from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
 from prime_rl.trainer.rl.loss import (
-    BadLoss,
     LossInputs,
     RowLosses,
+    TrainerError,
     default_losses,
-    sequence_lengths,
     setup_loss,
     split_inputs,
     tokens_of,
 )
-from prime_rl.trainer.rl.sequences import RowLayout
+from prime_rl.trainer.rl.rows import RowLayout, sequence_lengths
 
 CPU = torch.device("cpu")
 
@@ -197,7 +196,7 @@ def test_a_custom_loss_is_imported_and_called_per_sequence(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("path", ["no_such_module.f", "math.no_such_name", "math.pi"])
 def test_a_custom_loss_that_cannot_be_imported_is_named(path) -> None:
-    with pytest.raises(BadLoss, match=f"loss.import_path.*{path}"):
+    with pytest.raises(TrainerError, match=f"loss.import_path.*{path}"):
         setup_loss(CustomLossConfig(type="custom", import_path=path))
 
 

@@ -16,9 +16,8 @@ from prime_rl.configs.trainer import (
     TrainerConfig,
     TruncatedLossConfig,
 )
-from prime_rl.trainer.rl.loss import LossInputs, setup_loss
-from prime_rl.trainer.rl.objectives import Tokens, objective_of
-from prime_rl.trainer.rl.sequences import RowLayout, Sequences
+from prime_rl.trainer.rl.loss import LossInputs, Tokens, objective_of, setup_loss
+from prime_rl.trainer.rl.rows import RowLayout, Sequences
 
 THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], [-1.3, -0.9, -1, -3], [1, -1, -1, 1]
 """Inputs of the reference values for decoupled PPO."""

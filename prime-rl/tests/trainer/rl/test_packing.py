@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prime_rl.trainer.rl.packing import (
-    BadBatch,
+from prime_rl.trainer.rl.batches import (
+    TrainerError,
     distribute,
     first_fit_decreasing,
     pack_batch,
@@ -95,18 +95,18 @@ def test_no_bin_overflows_and_every_item_is_in_one_bin() -> None:
 )
 def test_a_sample_that_cannot_be_trained_on_is_named(changes, message) -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, **changes)], step=6)
-    with pytest.raises(BadBatch, match=f"sample 1 of the training batch of step 6: .*{message}"):
+    with pytest.raises(TrainerError, match=f"sample 1 of the training batch of step 6: .*{message}"):
         pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1, vocab_size=50)
 
 
 def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(BadBatch, match="step 2 is empty"):
+    with pytest.raises(TrainerError, match="step 2 is empty"):
         pack_batch(TrainingBatch([], step=2), seq_len=8, row_tokens=8, data_ranks=1)
 
 
 def test_teacher_values_for_only_some_samples_are_refused() -> None:
     batch = TrainingBatch([sample_of(4), sample_of(4, teacher_logprobs=[0.0] * 4)], step=0)
-    with pytest.raises(BadBatch, match="only some samples"):
+    with pytest.raises(TrainerError, match="only some samples"):
         pack_batch(batch, seq_len=8, row_tokens=8, data_ranks=1)
 
 

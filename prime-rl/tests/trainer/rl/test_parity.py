@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from prime_rl.configs.trainer import DefaultLossConfig, LoRAConfig, ModelConfig, ParityConfig
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import pack_batch
-from prime_rl.trainer.rl.parity import ParityGate, ParityMismatch
+from prime_rl.trainer.rl.parity import ParityGate, TrainerError
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
@@ -75,14 +75,14 @@ def test_training_scores_what_the_gate_scores_also_with_dropouts(kind, tiny_mode
 def test_another_temperature_stops_the_run_and_names_the_causes(scorer, mesh) -> None:
     row = row_of(scorer, 0, temperature=0.3)
     row = dataclasses.replace(row, temperatures=torch.ones_like(row.temperatures))
-    with pytest.raises(ParityMismatch, match=r"version 0: .* over 20 tokens, more than parity.*temperature.*tied head"):
+    with pytest.raises(TrainerError, match=r"version 0: .* over 20 tokens, more than parity.*temperature.*tied head"):
         ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
 def test_nan_stops_the_run(scorer, mesh) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))
-    with pytest.raises(ParityMismatch, match="differ by nan"):
+    with pytest.raises(TrainerError, match="differ by nan"):
         ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
@@ -98,7 +98,7 @@ def test_nan_stops_the_run(scorer, mesh) -> None:
 def test_bfloat16_has_a_larger_bound_than_float32(scorer, mesh, dtype, config, difference, is_stopped) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs + difference)
-    with pytest.raises(ParityMismatch) if is_stopped else nullcontext():
+    with pytest.raises(TrainerError) if is_stopped else nullcontext():
         ParityGate(config, mesh, dtype).check([row], scorer, version=0)
 
 

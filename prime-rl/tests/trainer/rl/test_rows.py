@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import DecoupledLossConfig, DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.rl.batches import FakeBatches
+from prime_rl.trainer.process.mesh import DataAxis
+from prime_rl.trainer.rl.batches import FakeBatches, pack_rows, row_from_sample
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.packing import pack_rows, row_from_sample
 from prime_rl.trainer.rl.rows import Row, score_row, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.transport.messages import TrainingSample

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.entries import setup_entries
 from prime_rl.trainer.sft.data.examination import examine, made_rows, untrainable_fault, worries
 from prime_rl.trainer.sft.data.samples import SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
 
 LimitedTime = Callable[[], AbstractContextManager[None]]
 TEXTS = st.one_of(

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import LossMaskConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
-from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, UnmaskableSample
 
 CANARY = "canary"
 PIECES = (

@@ -8,9 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
-from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
-from prime_rl.trainer.sft.data.formats import check_columns
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, UnmaskableSample
+from prime_rl.trainer.sft.data.messages import check_columns
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hi"}

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft.data.fingerprint import DataFingerprint, fingerprint_of
+from prime_rl.trainer.sft.resume import DataFingerprint, fingerprint_of
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import pytest
 
 from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.formats import renamed
-from prime_rl.trainer.sft.data.messages import Conversation, PlainText, read_row
+from prime_rl.trainer.sft.data.messages import Conversation, PlainText, read_row, renamed
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 
 ASKED = {"role": "user", "content": "q"}

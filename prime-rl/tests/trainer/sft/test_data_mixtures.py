@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
+from prime_rl.trainer.sft.resume import fingerprint_of
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTDataConfig
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows

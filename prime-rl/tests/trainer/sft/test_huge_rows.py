@@ -14,8 +14,8 @@ from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
-from prime_rl.trainer.sft.data.entries import setup_entries
 from prime_rl.trainer.sft.data.samples import Made, SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}x{% endif %}{% endfor %}{% endfor %}"
 LONG = "one two, three " * 40_000

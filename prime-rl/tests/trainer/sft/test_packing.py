@@ -14,11 +14,17 @@ from transformers import AutoTokenizer
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing, fill_of
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, Stack, lay_out, setup_rows
+from prime_rl.trainer.sft.data.packer import (
+    PackedRow,
+    PackedRows,
+    Stack,
+    best_fit_decreasing,
+    fill_of,
+    lay_out,
+    setup_rows,
+)
 from prime_rl.trainer.sft.step import row_loss_sum
 
 PACKINGS = ("cat", "best_fit", "stack")

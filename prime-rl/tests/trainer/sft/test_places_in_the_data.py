@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, setup_rows
 from prime_rl.trainer.sft.data.places import Places, redistribute
 from prime_rl.utils.pydantic_config import dump_toml

@@ -13,9 +13,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.data.examination import check_first_rows

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows
 from prime_rl.utils.logger import setup_logger
 

@@ -17,8 +17,7 @@ from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.model.build import setup_model, setup_tokenizer
-from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.validation import Validation

@@ -11,17 +11,16 @@ from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.observe.telemetry import open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import leaving_at_once
-from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
 from prime_rl.trainer.sft.run import setup_components, train
 from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 

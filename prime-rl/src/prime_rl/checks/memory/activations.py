@@ -60,7 +60,7 @@ def linear_paths(block: Tensors) -> list[str]:
 
 
 def is_target(lora: LoRAConfig, path: str) -> bool:
-    """Whether a module gets an adapter, by the rules of `trainer/lora/targets.py`."""
+    """Whether a module gets an adapter, by the rules of `trainer/model/lora.py`."""
 
     def matches(pattern: str) -> bool:
         return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."

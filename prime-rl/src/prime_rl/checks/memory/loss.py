@@ -9,7 +9,7 @@ from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.configs.model import DEFAULT_VOCAB_CHUNK, ModelConfig
 
 _LOGITS = 2**25
-"""`Limits.logits` of `trainer/kernels/linear_cross_entropy.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
+"""`Limits.logits` of `trainer/kernels/heads.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
 _FLOAT_LOGITS = 2**22
 _CACHED_FLOAT_LOGITS = 2**20
 _PLAIN_FLOATS = 3

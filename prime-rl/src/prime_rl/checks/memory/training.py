@@ -28,7 +28,7 @@ _OFFLOAD_SLICE_BYTES = 2**30
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
 BLOCK_QUERIES, BLOCK_SCORES = 128, 2**24
-"""Limits of a block of one sequence, as in `trainer/model/sequence_blocks.py`."""
+"""Limits of a block of one sequence, as in `trainer/model/layouts.py`."""
 _BLOCK_RESULTS = 3
 """Probabilities, their gradients and those of the scores."""
 _INFLIGHT_BLOCKS = 2

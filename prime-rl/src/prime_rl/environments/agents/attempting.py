@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.environments.agents.context import Attempt, enter
 from prime_rl.environments.agents.engine import SessionEngine
-from prime_rl.environments.agents.returns import InvalidReward, checked_reward
+from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, read_sequences
 from prime_rl.environments.agents.targets import CLIENTS, Target, accepted
-from prime_rl.environments.agents.tensors import BadTensors, read_sequences
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient

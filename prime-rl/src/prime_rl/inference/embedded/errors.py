@@ -1,18 +1,19 @@
-"""Errors of the embedded engine. Imports nothing heavy, so that the HTTP routes can use them before torch is loaded."""
+"""Errors of the embedded engine. Imports nothing heavy, so that the HTTP routes can use them before torch is loaded.
+
+EngineError (RunError)   one line for the user; raised itself for a model that is missing or not supported
+├── TemplateFailed       status 400
+├── EngineBusy           status 429
+├── EngineStopped        status 503
+└── GenerationFailed     status 500
+"""
 
 from __future__ import annotations
 
+from prime_rl.utils.errors import RunError
 
-class EngineError(Exception):
+
+class EngineError(RunError):
     """Base class; each message is one line for the user."""
-
-
-class ModelNotFound(EngineError):
-    """The model name is neither a local model directory nor a hub model that can be downloaded."""
-
-
-class UnsupportedModel(EngineError):
-    """This engine does not support the model, or a setting for it."""
 
 
 class TemplateFailed(EngineError):
@@ -29,9 +30,3 @@ class EngineStopped(EngineError):
 
 class GenerationFailed(EngineError):
     """The model produced logits that cannot be sampled from, or the request's adapter was unloaded."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's error message, without its advice and traceback."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

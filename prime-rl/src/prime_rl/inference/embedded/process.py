@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
 import time
+from itertools import islice
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
-from prime_rl.inference.embedded.http.connections import BoundedConnection
-from prime_rl.inference.limits import MAX_CONNECTIONS
+from prime_rl.inference.protocol import HEAD_TIMEOUT_S, MAX_CONNECTIONS
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.machine.open_files import allow_connections
-from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
+
+_NUM_CANDIDATES = 32
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection, which makes way for others while it is idle.
+
+    uvicorn has no timeout for a connection that never sends a request. If `limit_concurrency` connections are open,
+    it answers every request with 503, even if all the others are idle.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if self.limit_concurrency is not None and len(self.connections) + 1 >= self.limit_concurrency:
+            self._close_an_idle_one()
+        super().connection_made(transport)
+        self._idle_since_s = self.loop.time()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_if_unused)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being received or answered, so that closing the connection loses none."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_if_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+    def _close_an_idle_one(self) -> None:
+        """Close the longest idle among a few connections. Comparing all would take longer than a request."""
+        idle = (one for one in self.connections if isinstance(one, BoundedConnection) and one.is_idle)
+        if oldest := min(islice(idle, _NUM_CANDIDATES), key=lambda one: one._idle_since_s, default=None):
+            self.connections.discard(oldest)
+            oldest.transport.close()
+
 
 _GRACE_S = 3
 
@@ -52,7 +96,7 @@ class EmbeddedServer(uvicorn.Server):
         """Serve on `listener` until SIGTERM, SIGINT or an engine failure.
 
         Raises:
-            ModelNotFound, UnsupportedModel: the model cannot be served; the message is one line for the user.
+            EngineError: the model cannot be served; the message is one line for the user.
             Exception: any other error of the engine's thread.
         """
         # uvicorn raises the signal again after its clean-up; a requested stop must not end the process with a failure.
@@ -78,8 +122,6 @@ class EmbeddedServer(uvicorn.Server):
             bound_kernel_caches()
             with import_without_gc():
                 import_transformers()
-                if computes_without_gpu(self.inference.device):
-                    defer_compiler()
                 from prime_rl.inference.embedded.startup import start_service
 
             service = start_service(self.inference)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from transformers import PreTrainedConfig
@@ -12,22 +14,92 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from prime_rl.checks.engines import context_fault
 from prime_rl.checks.tool_parsers import tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.adapter_files import DEFAULT_MAX_RANK
-from prime_rl.inference.embedded.cache_budget import CacheBudget
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
-from prime_rl.inference.embedded.engine.scheduler import Limits
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
-from prime_rl.inference.embedded.errors import UnsupportedModel
+from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
+from prime_rl.inference.model_files import DEFAULT_MAX_RANK
 from prime_rl.launch.devices import usable_cores
 from prime_rl.run.clearance import wait_for_clearance
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.machine.memory import usable_memory_bytes
+
+CPU_MEMORY_SHARE = 0.25
+"""Fraction of the usable memory for the key-value cache on a CPU, which is shared with trainer and environments."""
+
+ORDINARY_TOKENS = 4096
+"""Length that the cache must have room for if `model.max_model_len` is not set: many models have a context that is far
+longer than any of their sequences."""
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """Bytes for the key-value cache, where they come from, and how to get more."""
+
+    num_bytes: int
+    origin: str
+    advice: str
+
+    @classmethod
+    def on_gpu(cls, free_bytes: int, total_bytes: int, gpu_memory_utilization: float) -> Self:
+        """The engine's share of a GPU, less its weights and the memory of other programs."""
+        used_bytes = total_bytes - free_bytes
+        # Halved because the old and the new tensors are alive at the same time while the slots grow.
+        num_bytes = max(0, int(gpu_memory_utilization * total_bytes) - used_bytes) // 2
+        return cls(
+            num_bytes,
+            f"half of what gpu_memory_utilization = {gpu_memory_utilization:g} of the GPU's {_gib(total_bytes)} leaves "
+            f"beyond the {_gib(used_bytes)} in use by this model and other programs",
+            "raise gpu_memory_utilization, end what else uses the GPU",
+        )
+
+    @classmethod
+    def on_cpu(cls, memory_bytes: int) -> Self:
+        """A share of the memory of this machine or job."""
+        return cls(
+            int(CPU_MEMORY_SHARE * memory_bytes),
+            f"{CPU_MEMORY_SHARE:g} of the {_gib(memory_bytes)} of memory that this process may use",
+            "use a machine or a job with more memory",
+        )
+
+    @classmethod
+    def of_this_machine(cls) -> Self:
+        return cls.on_cpu(usable_memory_bytes())
+
+    def shortage(self, slots: KVSlots, max_model_len: int | None, context: int) -> str | None:
+        """A warning if long sequences run one at a time; None if there is room for several.
+
+        `slots` have been used once, which shows the size of a token. `max_model_len` is the config's, and `context`
+        the longest sequence that is served.
+
+        Raises:
+            EngineError: there is no room for one sequence.
+        """
+        length = max_model_len or min(context, ORDINARY_TOKENS)
+        named = f"model.max_model_len = {length}" if max_model_len else f"{length} tokens"
+        needed_bytes, room = length * slots.bytes_per_token, self.num_bytes // slots.bytes_per_token
+        has = f"the key-value cache has room for {room} tokens ({_gib(self.num_bytes)}: {self.origin})"
+        advice = f"{self.advice}, or {'lower' if max_model_len else 'set'} model.max_model_len"
+        if room < length:
+            raise EngineError(f"{has}, but one sequence of {named} needs {_gib(needed_bytes)}: {advice}")
+        if slots.fits(2, length):
+            return None
+        return f"{has}, so long sequences run one at a time: {room / length:.1f} of {named} fit. To run more, {advice}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
 
 CPU_SEQUENCES, GPU_SEQUENCES = 128, 256
-"""How many sequences grow at once, if the key-value cache has room for them. A GPU reads its weights once for all."""
+"""Number of sequences that grow at once, if the key-value cache has room. A GPU reads its weights once for all."""
 
 STEPS_WITHOUT_PROMPTS = 8
 """With CUDA graphs. If a step with prompts takes as long as three that are replayed, prompts take at most a quarter of
@@ -41,7 +113,7 @@ def start_service(config: InferenceConfig) -> Service:
     """Load the model and its tokenizer, and run a warm-up step. The caller then runs `engine.run()` in its thread.
 
     Raises:
-        ModelNotFound, UnsupportedModel: the message is one line for the user.
+        EngineError: the message is one line for the user.
     """
     wait_for_clearance(os.environ, get_logger().info)
     disable_progress_bar()
@@ -71,7 +143,7 @@ def start_service(config: InferenceConfig) -> Service:
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
     keeps_prefixes = config.enable_prefix_caching is not False
     prefix_bytes = int(PREFIX_SHARE * runner.slots.budget_bytes) if keeps_prefixes else 0
-    limits = Limits(
+    limits = EngineLimits(
         max_running=GPU_SEQUENCES if runner.device.type == "cuda" else CPU_SEQUENCES,
         max_adapters=config.max_loras,
         max_prefix_bytes=prefix_bytes,
@@ -85,7 +157,7 @@ def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
 
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel('device = "cuda", but no CUDA device is visible')
+        raise EngineError('device = "cuda", but no CUDA device is visible')
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -98,10 +170,10 @@ def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:
     longest: int | None = getattr(model.get_text_config(), "max_position_embeddings", None)
     if not wanted:
         if longest is None:
-            raise UnsupportedModel("the model's config has no context length: set inference.model.max_model_len")
+            raise EngineError("the model's config has no context length: set inference.model.max_model_len")
         return longest
     if fault := context_fault(wanted, longest):
-        raise UnsupportedModel(fault)
+        raise EngineError(fault)
     return wanted
 
 

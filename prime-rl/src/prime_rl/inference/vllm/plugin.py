@@ -7,40 +7,242 @@ import os
 import signal
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY
 from starlette.datastructures import State
 from transformers.utils import cached_file
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_rl.inference.access import HEALTH, METRICS, RequireKey
-from prime_rl.inference.adapter_files import AdapterMissing, check_base_version
-from prime_rl.inference.bodies import BoundBodies
-from prime_rl.inference.checkpoint_files import WeightError, check_same_model, checkpoint_shapes
+from prime_rl.inference.guards import HEALTH, METRICS, BoundBodies, RequireKey
+from prime_rl.inference.model_files import (
+    DEFAULT_MAX_RANK,
+    AdapterMissing,
+    WeightError,
+    check_base_version,
+    check_name,
+    check_same_model,
+    checkpoint_shapes,
+    read_adapter_spec,
+)
 from prime_rl.inference.protocol import (
+    CONTEXT_LENGTH_MESSAGE,
     InitBroadcasterBody,
     LoadAdapterBody,
     RequestError,
     UpdateWeightsBody,
+    check_token_ids,
     parse_body,
 )
-from prime_rl.inference.vllm.adapters import Adapters
-from prime_rl.inference.vllm.handlers import ChatServing, CompletionServing, TokensChatRequest, as_subclass
-from prime_rl.inference.vllm.progress import EngineProgress
-from prime_rl.inference.vllm.templates import bound_rendering
-from prime_rl.inference.vllm.versions import UpdateCount, label_of
+from prime_rl.inference.rendering import bound_rendering
+from prime_rl.inference.vllm.versions import UpdateCount, label_of, version_of
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
+from prime_rl.monitors.tracing import own_trace
+from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
+
+
+@dataclass(slots=True)
+class Adapters:
+    """Loads LoRA adapters into vLLM in place and tracks the version of each. Use only while generation is paused."""
+
+    engine: AsyncLLM
+    models: OpenAIServingModels
+    """vLLM's registry, which resolves a request's `model` to an adapter."""
+    base_dir: Path
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def check(self, name: str, directory: Path) -> None:
+        """Check, from the adapter's config and headers, that it can be loaded.
+
+        Raises:
+            AdapterMissing: the directory or one of its files does not exist.
+            WeightError: the adapter does not fit the model or exceeds the server's limits.
+        """
+        limits = self.engine.vllm_config.lora_config
+        if limits is None:
+            raise WeightError("this server was started without enable_lora")
+        check_name(name, self.models.model_name(), self.versions, limits.max_cpu_loras or limits.max_loras)
+        read_adapter_spec(directory, checkpoint_shapes(self.base_dir), limits.max_lora_rank or DEFAULT_MAX_RANK)
+
+    async def load(self, name: str, directory: Path) -> int:
+        """Load an adapter under `name`, or replace its current version in place. Returns the version.
+
+        With `load_inplace` in a request, vLLM would read the adapter again in every step. So only this call sets it,
+        and requests refer to the loaded adapter without it.
+
+        Raises:
+            WeightError: vLLM rejects the adapter. The old version then stays live.
+        """
+        known = self.models.lora_requests.get(name)
+        number = known.lora_int_id if known is not None else self.models.lora_id_counter.inc(1)
+        try:
+            await self.engine.add_lora(LoRARequest(name, number, str(directory), load_inplace=True))
+        except Exception as exc:  # workers' errors arrive as various types
+            raise WeightError(f"vLLM cannot load the adapter {str(directory)!r}: {exc}") from exc
+        self.models.lora_requests[name] = LoRARequest(name, number, str(directory))
+        step = step_of(directory)
+        self.versions[name] = self.versions.get(name, 0) + 1 if step is None else step
+        return self.versions[name]
+
+    async def unload_all(self) -> None:
+        """Unload all adapters and abort the requests that use one, because their base weights are being replaced."""
+        if not self.versions:
+            return
+        self.versions.clear()
+        self.models.lora_requests.clear()
+        states = self.engine.output_processor.request_states
+        await self.engine.abort([name for name, state in states.items() if state.lora_name], internal=True)
+
+
+Handler = TypeVar("Handler")
+
+
+class TokensChatRequest(ChatCompletionRequest):
+    """A chat request whose prompt the client has tokenized already (`tokens`)."""
+
+    tokens: list[int]
+
+
+class ChatServing(OpenAIServingChat):
+    """vLLM's chat handler with weight versions and pre-tokenized prompts."""
+
+    update_count: UpdateCount
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        """Render the messages, which vLLM's parsers need, then replace the prompt ids by the request's tokens."""
+        rendered = await super().render_chat_request(request)
+        if isinstance(rendered, ErrorResponse):
+            return rendered
+        conversation, (prompt,) = rendered
+        if isinstance(request, TokensChatRequest):
+            prompt["prompt_token_ids"] = request.tokens
+        check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+        check_token_ids(prompt["prompt_token_ids"], self.model_config.get_vocab_size())
+        self.update_count.salt(prompt)
+        return conversation, [prompt]
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *rest: Any, **options: Any
+    ) -> ErrorResponse | ChatCompletionResponse:
+        last: list[RequestOutput] = []
+
+        async def keep_last() -> AsyncIterator[RequestOutput]:
+            async for output in result_generator:
+                last[:] = [output]
+                yield output
+
+        response = await super().chat_completion_full_generator(request, keep_last(), *rest, **options)
+        if isinstance(response, ChatCompletionResponse) and last:
+            _add_versions(response, last[0].outputs)
+        return response
+
+
+class CompletionServing(OpenAIServingCompletion):
+    """vLLM's completion handler with weight versions."""
+
+    update_count: UpdateCount
+
+    async def render_completion_request(self, request: Any) -> Any:
+        rendered = await super().render_completion_request(request)
+        for prompt in [] if isinstance(rendered, ErrorResponse) else rendered:
+            check_context_length(len(prompt["prompt_token_ids"]), self.model_config.max_model_len)
+            check_token_ids(prompt["prompt_token_ids"], self.model_config.get_vocab_size())
+            self.update_count.salt(prompt)
+        return rendered
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], *rest: Any, **options: Any
+    ) -> CompletionResponse:
+        response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
+        _add_versions(response, [output for result in final_res_batch for output in result.outputs])
+        return response
+
+
+def as_subclass(kind: type[Handler], handler: Any, update_count: UpdateCount) -> Handler:
+    """Create a `kind` with the state of vLLM's handler, to avoid repeating vLLM's many constructor arguments."""
+    converted = kind.__new__(kind)
+    converted.__dict__.update(handler.__dict__, update_count=update_count)
+    return converted
+
+
+def check_context_length(length: int, limit: int) -> None:
+    """Raise RequestError if a prompt fills the context. Clients match on the wording of the message."""
+    if length >= limit:
+        raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=limit, length=length))
+
+
+def _add_versions(response: ChatCompletionResponse | CompletionResponse, outputs: Sequence[CompletionOutput]) -> None:
+    """Add `weight_versions` to every choice: spans with the version number of the response's model.
+
+    vLLM itself reports versions as text labels, and only on its own routes.
+    """
+    for choice, output in zip(response.choices, outputs, strict=True):
+        spans: list[dict[str, int]] = []
+        for span in output.weight_versions or []:
+            version = version_of(span.version, response.model)
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = span.end
+            else:
+                spans.append({"version": version, "start": span.start, "end": span.end})
+        choice.weight_versions = spans
+
+
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+
+
+class EngineProgress:
+    """Reports the engine's progress to the launcher. Call `look` several times a second."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._seen: tuple[float, int] | None = None
+        # The engine runs in child processes, which a signal may stop.
+        own_beats().include(child.pid for child in psutil.Process().children(recursive=True))
+        own_beats().started()
+        own_trace()
+
+    def look(self, why_idle: str | None) -> None:
+        """`why_idle` says why the engine generates nothing; None if it may."""
+        unfinished = self._engine.get_num_unfinished_requests()
+        seen = (_tokens(), unfinished)
+        if why_idle is not None:
+            own_beats().say(why_idle)
+        elif not unfinished:
+            own_beats().say("waiting for requests", waits_for=ANYONE)
+        else:
+            own_beats().say("generating")
+            if seen != self._seen:
+                own_beats().tick()
+        self._seen = seen
+
+
+def _tokens() -> float:
+    """Number of tokens so far, of prompts and of answers. 0 if vLLM's statistics are off, or in several processes."""
+    metrics = REGISTRY.restricted_registry(_TOKENS).collect()
+    return sum(sample.value for metric in metrics for sample in metric.samples if sample.name in _TOKENS)
+
 
 SLEEP_LEVEL = 1
 """vLLM keeps the weights in the machine's memory: an adapter needs them again, and so does an update that fails."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.inference.checkpoint_files import WeightError, open_checkpoint
+from prime_rl.inference.model_files import WeightError, open_checkpoint
 from prime_rl.inference.protocol import InitBroadcasterBody
 from prime_rl.inference.weight_group import join_group, received_tensors
 from prime_rl.run.lifeline import end_with_launch
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.transport.weights import WeightGroup
 
 # vLLM imports this module in each of its engine processes, which otherwise outlive a server that is killed.

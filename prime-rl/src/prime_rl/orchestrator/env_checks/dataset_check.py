@@ -12,9 +12,9 @@ from typing import Any
 
 from prime_rl.environments.adapters.games.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.findings import Reporter
-from prime_rl.orchestrator.env_servers.environment import Environment
-from prime_rl.orchestrator.env_servers.prompts import CountTokens, text_of
+from prime_rl.orchestrator.env_checks.prompts import CountTokens, text_of
 from prime_rl.orchestrator.rollouts.images import has_image
+from prime_rl.orchestrator.workers.environment import Environment
 
 MOST_ROWS = 20_000
 """Of each split. Of more rows, the first ones are read."""

@@ -29,7 +29,7 @@ def main() -> None:
     setup_logger("error")
     report = Reporter(descriptor)
     with import_without_gc():
-        from prime_rl.orchestrator.env_servers.loading import load_environments
+        from prime_rl.orchestrator.workers.loading import load_environments
 
     config = EnvConfig.model_validate({**request["env"], "max_failed_groups": 1.0})
     report.tries("loading the environment")
@@ -52,9 +52,9 @@ def _plain(fault: EnvironmentFault) -> str:
 
 async def _check(environment: Any, request: dict[str, Any], report: Reporter) -> None:
     from prime_rl.orchestrator.env_checks.dataset_check import check_leaks, check_rows, read_rows
+    from prime_rl.orchestrator.env_checks.prompts import token_counter
     from prime_rl.orchestrator.env_checks.reward_check import Trials, check_rewards
     from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
-    from prime_rl.orchestrator.env_servers.prompts import token_counter
     from prime_rl.orchestrator.servers.server import InferenceServer
 
     count = token_counter(request["model"]) if request["model"] else None

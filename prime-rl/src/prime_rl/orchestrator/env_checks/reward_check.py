@@ -27,12 +27,12 @@ from prime_rl.orchestrator.env_checks.probes import (
     written,
 )
 from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
-from prime_rl.orchestrator.env_servers.environment import Environment
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
-from prime_rl.orchestrator.guests.inside.reward_records import RewardFailure
-from prime_rl.orchestrator.guests.process import GuestError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.inside.reward_records import RewardFailure
+from prime_rl.orchestrator.workers.process import WorkerError
 from prime_rl.utils.logger import count_of
 
 NO_ANSWER = "an answer"
@@ -90,7 +90,7 @@ class Trials:
             fault = f"it does not end within {self.limit_s:g} s"
         except EnvironmentFault:
             raise
-        except (OrchestratorError, GuestError) as error:
+        except (OrchestratorError, WorkerError) as error:
             fault = _one_line(error)
         except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything
             fault = f"{type(error).__name__}: {_one_line(error)}"

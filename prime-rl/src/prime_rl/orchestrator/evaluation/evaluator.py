@@ -11,7 +11,6 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.env_servers.environment import Environment, rows_to_evaluate
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -20,6 +19,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
+from prime_rl.orchestrator.workers.environment import Environment, rows_to_evaluate
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 

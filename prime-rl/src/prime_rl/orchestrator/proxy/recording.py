@@ -1,9 +1,14 @@
-"""Sessions of the proxy: what one rollout asked a model, the exact tokens of each answer, and its rewards."""
+"""Sessions of the proxy: what one rollout asked a model, the exact tokens of each answer, and its rewards.
+
+Agents in foreign processes start sessions themselves, one for each attempt that the run offers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +16,12 @@ from typing import Any, Protocol
 
 from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.guests.inside.model_client import session_name
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, RecordedCall, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
 from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.inside.model_client import session_name
 
 MAX_CALLS = 1000
 """Model calls of one session. An agent that needs more is in a loop."""
@@ -183,3 +188,61 @@ def flat(sampling_args: Mapping[str, Any]) -> dict[str, Any]:
     if "max_tokens" in args:
         args["max_completion_tokens"] = args.pop("max_tokens")
     return {**args, **sampling_args.get("extra_body", {})}
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """An attempt that waits for an agent."""
+
+    session: Session
+    task: Mapping[str, Any]
+    """The row of the dataset."""
+    ended: asyncio.Future[None]
+    is_taken: bool = field(default=False)
+
+
+class Offers:
+    """Attempts that wait for an agent, first come, first served."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Offer] = deque()
+        self._by_session: dict[str, Offer] = {}
+        self._added = asyncio.Condition()
+        self.num_started = 0
+        """Attempts that an agent has taken, since the beginning."""
+
+    def __len__(self) -> int:
+        """Attempts that no agent has taken."""
+        return len(self._waiting)
+
+    async def run(self, session: Session, task: Mapping[str, Any]) -> None:
+        """Offer an attempt until an agent ends it. Cancelling it withdraws the offer."""
+        offer = Offer(session, task, asyncio.get_running_loop().create_future())
+        self._by_session[session.key] = offer
+        async with self._added:
+            self._waiting.append(offer)
+            self._added.notify()
+        try:
+            await offer.ended
+        finally:
+            del self._by_session[session.key]
+            if not offer.is_taken:
+                self._waiting.remove(offer)
+
+    async def take(self, wait_s: float) -> Offer | None:
+        """The attempt that has waited longest; None if there is none within `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s), self._added:
+                await self._added.wait_for(lambda: bool(self._waiting))
+                offer = self._waiting.popleft()
+                offer.is_taken = True
+                self.num_started += 1
+                return offer
+        except TimeoutError:
+            return None
+
+    def end(self, session: Session) -> None:
+        """The agent of a session is done. Does nothing for sessions that were not offered."""
+        offer = self._by_session.get(session.key)
+        if offer is not None and not offer.ended.done():
+            offer.ended.set_result(None)

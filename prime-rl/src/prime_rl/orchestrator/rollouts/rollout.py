@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.guests.inside.reward_records import KEY as REWARD_ERRORS
-from prime_rl.orchestrator.guests.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.workers.inside.reward_records import KEY as REWARD_ERRORS
+from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.utils.errors import one_line
 
 MAX_REWARD = 1e15

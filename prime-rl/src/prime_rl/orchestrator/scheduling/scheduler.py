@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prime_rl.orchestrator.batches.batch import BatchTarget
-from prime_rl.orchestrator.env_servers.failures import reason_of
 from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
@@ -19,6 +18,7 @@ from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.failures import reason_of
 from prime_rl.run.beats import own_beats
 from prime_rl.utils.logger import count_of, get_logger
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.contents import Contents, FileRecord
+from prime_rl.utils.errors import first_line
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -112,10 +113,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def first_reason(failures: CheckpointException) -> str:
     """Why the first process failed, in one line."""
     return first_line(next(failure[0] for failure in failures.failures.values()))
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.run.resume_point import CannotResume, SavedSteps
 from prime_rl.run.retention import DEFAULT_KEPT
 from prime_rl.storage.holding import Hold
-from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.files import (
     BackgroundJobs,
     gathered_contents,
@@ -30,11 +29,11 @@ from prime_rl.trainer.checkpoints.files import (
     together,
     write_object,
 )
-from prime_rl.trainer.checkpoints.retention import Best, Retention
+from prime_rl.trainer.checkpoints.retention import Best, EvaluationQueue, Retention
 from prime_rl.trainer.checkpoints.state import Progress, TrainState, check_models, load_rank
 from prime_rl.trainer.checkpoints.weights import gather_export, write_export
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.contents import find_damage, record_contents
 from prime_rl.utils.files import begin_directory, complete_directory, scratch_of
@@ -137,7 +136,7 @@ class CheckpointManager:
             CheckpointError: the checkpoint lacks a file, or holds other models than `state`.
         """
         # Imports torch's checkpoint reader, which only a resumed run needs.
-        from prime_rl.trainer.checkpoints.reading import read_sharded
+        from prime_rl.trainer.checkpoints.sharded import read_sharded
 
         directory = self.paths.trainer_checkpoint(step)
         self._check_contents(step)
@@ -212,7 +211,7 @@ class CheckpointManager:
 
     def _write(self, step: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
         # Imports torch's checkpoint writer, which takes a while and only a save needs.
-        from prime_rl.trainer.checkpoints.hashing import save_sharded
+        from prime_rl.trainer.checkpoints.sharded import save_sharded
 
         started_s = time.perf_counter()
         target = self.paths.checkpoint(step)
@@ -256,7 +255,7 @@ class CheckpointManager:
                 raise CheckpointError(f"{fault}; {SavedSteps.of(self.paths).advice_for_damage(step)}")
 
     def _load_own(self, directory: Path) -> dict[str, Any]:
-        """What this process saved; if there are more processes now, some get what another one saved."""
+        """The file that this process saved. With more processes than then, some read the file of another."""
         first = load_rank(directory, 0)
         rank = self.process.rank % first["world_size"]
         return first if rank == 0 else load_rank(directory, rank)

@@ -1,4 +1,4 @@
-"""Decides which checkpoints and exports of a run stay on disk, and records the best step."""
+"""Decides which checkpoints and exports stay on disk: by age, by validation loss, and until they are evaluated."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from prime_rl.configs.trainer import CheckpointConfig
-from prime_rl.run.paths import stable_steps
+from prime_rl.run.evaluations import EvaluatedSteps
+from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.retention import kept_steps
 from prime_rl.storage.holding import Hold
 from prime_rl.trainer.process.errors import CheckpointError
+from prime_rl.trainer.process.world import Process
 from prime_rl.utils.files import remove_directory, replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -84,3 +87,27 @@ class Retention:
             except OSError as error:
                 get_logger().warning(f"could not delete an old checkpoint: {error}")
             self.steps.discard(old[directory])
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationQueue:
+    """The exports that wait for an evaluation."""
+
+    paths: RunPaths
+    process: Process
+    interval: int
+
+    def is_due(self, step: int) -> bool:
+        """Whether somebody waits for the weights after `step` updates. The same on all processes. Collective."""
+        if step % self.interval != 0:
+            return False
+        # Read once: an evaluation may end at any time.
+        found = [self.process.is_main and not self.paths.evaluation_lost.is_file()]
+        if self.process.world_size > 1:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def leave(self, step: int) -> bool:
+        """Let the evaluator delete an export. False if it waits for none or has evaluated it: then delete it here."""
+        is_waited_for = step % self.interval == 0 and not self.paths.evaluation_lost.is_file()
+        return is_waited_for and EvaluatedSteps(self.paths).leave(step)

@@ -18,9 +18,15 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.lora.adapters import adapter_parameter_names, float32_names, full_tensor, merge_adapter
-from prime_rl.trainer.lora.export import PeftAdapter, gather_adapter
-from prime_rl.trainer.model.own_code import own_class
+from prime_rl.trainer.model.build import own_class
+from prime_rl.trainer.model.lora import (
+    PeftAdapter,
+    adapter_parameter_names,
+    float32_names,
+    full_tensor,
+    gather_adapter,
+    merge_adapter,
+)
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
@@ -29,7 +35,7 @@ ADAPTER_DIRECTORY = "lora_adapters"
 HUB_FILE_SIZE = "5GB"
 """The hub's limit for a file of weights."""
 _GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-"""What Transformers 4 calls these values in GPT-NeoX; 5 still reads them there."""
+"""Names of these values in GPT-NeoX for Transformers 4; 5 still reads them."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
@@ -94,7 +100,7 @@ class Export:
 
     weights: dict[str, Tensor]
     dtype: torch.dtype
-    """That of the weights, except those that Transformers loads in float32."""
+    """Dtype of the weights, except those that Transformers loads in float32."""
     adapter: PeftAdapter | None
 
 
@@ -157,7 +163,7 @@ def write_export(
 def save_code(model: PreTrainedModel, config: PretrainedConfig, directory: Path) -> None:
     """Copy the code that a model brought with it into `directory`, and make `config` name those files alone.
 
-    Many models of Transformers name code of their own repository too. It was not used, and loading it would fail.
+    Many models of Transformers also name code in their repository. It was not used, and loading it would fail.
     """
     named: dict[str, str] = getattr(config, "auto_map", None) or {}
     vars(config).pop("auto_map", None)
@@ -200,7 +206,7 @@ def add_older_keys(config: dict[str, Any]) -> None:
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]
     rope = config.get("rope_parameters") or {}
-    # Models with a set for each kind of layer, as Gemma 3, have names of their own in 4.
+    # Models with a set for each kind of layer, as Gemma 3, have other names in 4.
     if "rope_theta" not in rope:
         return
     names = _GPT_NEOX_NAMES if str(config.get("model_type")).startswith("gpt_neox") else {}

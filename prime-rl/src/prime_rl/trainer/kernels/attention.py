@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from prime_rl.trainer.model.packed_rows import sequence_bounds
+from prime_rl.trainer.model.layouts import sequence_bounds
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.versions import varlen_kernel
 
@@ -76,11 +76,11 @@ def varlen_arguments(kernel: str, position_ids_1T: Tensor, device: torch.device 
     if kernel in (SDPA, EAGER, FLEX):
         return {}
     bounds, longest = sequence_bounds(position_ids_1T, device)
-    told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    arguments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     if kernel != VARLEN:
-        return told
+        return arguments
     # Without any mask, Transformers looks on the device whether the row is packed, for which the host would wait.
-    return told | {"attention_mask": torch.ones_like(position_ids_1T, device=bounds.device, dtype=torch.bool)}
+    return arguments | {"attention_mask": torch.ones_like(position_ids_1T, device=bounds.device, dtype=torch.bool)}
 
 
 def no_mask(*_: Any, **__: Any) -> None:

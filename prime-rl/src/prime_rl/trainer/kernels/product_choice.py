@@ -25,7 +25,7 @@ from torch import Tensor
 
 from prime_rl.launch.caches import cache_root, made_for
 from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.kernels.lean_linear import (
+from prime_rl.trainer.kernels.products import (
     ONEDNN,
     PLAIN,
     Products,
@@ -58,7 +58,7 @@ Timing = Callable[[Sequence[Products], Operands], list[list[float]]]
 
 
 class Library(StrEnum):
-    """What computes a product of float32 matrices."""
+    """A library that multiplies float32 matrices."""
 
     PYTORCH = "pytorch"
     ONEDNN = "onednn"
@@ -115,7 +115,7 @@ class ProductChoice:
 
     @classmethod
     def without_measuring(cls) -> ProductChoice:
-        """What every run used before choices were measured: oneDNN on a processor with AVX-512."""
+        """The rule for runs without a recorded choice: oneDNN on a processor with AVX-512."""
         has_width = torch.backends.cpu.get_cpu_capability() == "AVX512"
         libraries = LayerLibraries.only(Library.ONEDNN if has_width and has_onednn_products() else Library.PYTORCH)
         return cls(libraries, libraries)

@@ -1,20 +1,140 @@
-"""Applies compilation, activation checkpointing and activation offloading to decoder blocks."""
+"""Applies compilation, activation checkpointing and activation offloading to decoder blocks, and keeps their weights
+gathered during a step.
+
+Activation offloading keeps saved activations in host memory between the forward and the backward pass. Copies run on a
+CUDA stream beside the computation. In the forward pass, the newest `max_inflight_activations` stay on the device until
+they are copied; in the backward pass, that many are prefetched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.model.activation_offload import ActivationOffload
+from prime_rl.configs.trainer import ActivationOffloadingConfig, ModelConfig
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.versions import compile_for_all_shapes
 from prime_rl.utils.logger import get_logger
+
+MIN_BYTES = 1024
+"""Smaller tensors are not offloaded: moving them is not worth the memory saved."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class OffloadedTensor:
+    """An activation in host memory, and on the device while it is being copied or is prefetched."""
+
+    host: Tensor
+    on_device: Tensor | None
+    copied: torch.cuda.Event | None
+    """Event at the end of the latest copy, in either direction."""
+    previous: weakref.ref[OffloadedTensor] | None
+    """The tensor that was stored before this one; the backward pass needs it next."""
+
+
+class ActivationOffload:
+    """Autograd hooks that move saved tensors to host memory and back.
+
+    On a CPU the hooks give the same results, but the copies are useless.
+    """
+
+    def __init__(self, config: ActivationOffloadingConfig, device: torch.device) -> None:
+        self.device = device
+        self.max_inflight = config.max_inflight_activations
+        self.is_pinned = config.pin_memory and device.type == "cuda"
+        self.moved_bytes = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inflight: deque[OffloadedTensor] = deque()
+        self._newest: weakref.ref[OffloadedTensor] | None = None
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Context in which large tensors saved by autograd are moved to host memory. Parameters are not moved."""
+        return saved_tensors_hooks(self._store, self._restore)
+
+    def _store(self, tensor: Tensor) -> Tensor | OffloadedTensor:
+        if not self._is_worth_moving(tensor):
+            # Detached, because the tensor itself would reference the graph that references it.
+            return tensor.detach()
+        while len(self._inflight) >= self.max_inflight:
+            self._release(self._inflight.popleft())
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.is_pinned, requires_grad=False)
+        with self._copying() as done:
+            host.copy_(tensor.detach(), non_blocking=True)
+        stored = OffloadedTensor(host, tensor.detach(), done, self._newest)
+        self._newest = weakref.ref(stored)
+        self._inflight.append(stored)
+        self.moved_bytes += host.nbytes
+        return stored
+
+    def _restore(self, stored: Tensor | OffloadedTensor) -> Tensor:
+        if not isinstance(stored, OffloadedTensor):
+            return stored
+        if self._inflight:
+            self._end_of_forward()
+        on_device = self._fetched(stored)
+        ahead = stored
+        for _ in range(self.max_inflight - 1):
+            before = ahead.previous() if ahead.previous is not None else None
+            if before is None:
+                break
+            ahead = before
+            self._fetched(ahead)
+        self._wait(stored)
+        return on_device
+
+    def _is_worth_moving(self, tensor: Tensor) -> bool:
+        owner = tensor if tensor._base is None else tensor._base
+        is_activation = tensor.device.type == self.device.type and not isinstance(owner, nn.Parameter)
+        return is_activation and tensor.nbytes >= MIN_BYTES
+
+    def _end_of_forward(self) -> None:
+        """Keep the tensors that are still on the device: the backward pass needs them first."""
+        for stored in self._inflight:
+            self._wait(stored)
+        self._inflight.clear()
+
+    def _release(self, stored: OffloadedTensor) -> None:
+        # The current stream waits for the copy, so that it does not reuse the memory too early.
+        self._wait(stored)
+        stored.on_device = None
+
+    def _fetched(self, stored: OffloadedTensor) -> Tensor:
+        if stored.on_device is None:
+            # Allocated outside the copy stream, because the current stream uses and frees it.
+            stored.on_device = torch.empty_like(stored.host, device=self.device)
+            with self._copying() as stored.copied:
+                stored.on_device.copy_(stored.host, non_blocking=True)
+        return stored.on_device
+
+    @contextmanager
+    def _copying(self) -> Iterator[torch.cuda.Event | None]:
+        """Run the block's copy on the copy stream, after all work queued so far. Yields the event at its end."""
+        if self._stream is None:
+            yield None
+            return
+        done = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield done
+            done.record(self._stream)
+
+    def _wait(self, stored: OffloadedTensor) -> None:
+        if stored.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(stored.copied)
+            stored.copied = None
+
 
 Forward = Callable[..., Any]
 _RECOMPILE_LIMIT = 32
@@ -74,3 +194,35 @@ def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
             return forward(*args, **kwargs)
 
     return offloading
+
+
+Row = TypeVar("Row")
+
+
+def accumulated(model: PreTrainedModel, rows: Sequence[Row], process: Process) -> Iterator[Row]:
+    """The micro-batches of a step. Run forward and backward on each before taking the next.
+
+    A single process on a CPU gathers the weights once per step, since gathering copies them within host memory. They
+    are freed after the last backward pass. On a GPU the copies are cheap and the memory is not, so nothing is kept.
+    """
+    if process.world_size > 1 or process.device.type != "cpu":
+        yield from rows
+        return
+    _keep_weights_after_forward(model, keep=True)
+    # Before the first activation, so that freeing them leaves no holes between activations.
+    assert isinstance(model, FSDPModule)
+    for unit in (model, *_blocks(model)):
+        unit.unshard()
+    for index, row in enumerate(rows):
+        model.set_reshard_after_backward(index + 1 == len(rows))
+        yield row
+    _keep_weights_after_forward(model, keep=False)
+
+
+def _keep_weights_after_forward(model: PreTrainedModel, keep: bool) -> None:
+    for block in _blocks(model):
+        block.set_reshard_after_forward(not keep, recurse=False)
+
+
+def _blocks(model: PreTrainedModel) -> list[FSDPModule]:
+    return [block for block in decoder_blocks(model) if isinstance(block, FSDPModule)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    dynamic_module_utils,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -28,24 +31,53 @@ from prime_rl.checks.start_dir import StartFault, looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
-from prime_rl.trainer.kernels.lean_embedding import use_lean_embedding
-from prime_rl.trainer.kernels.lean_linear import Products, use_lean_linears
-from prime_rl.trainer.kernels.lean_mlp import use_lean_mlps
-from prime_rl.trainer.kernels.lean_norm import use_lean_norms
+from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
-from prime_rl.trainer.lora.adapters import add_adapters, log_adapters
+from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
-from prime_rl.trainer.model.own_code import load_model_class, loading_code, own_class
+from prime_rl.trainer.model.layouts import PrefixTree, SequenceBlocks
+from prime_rl.trainer.model.lora import add_adapters, log_adapters
 from prime_rl.trainer.model.scoring import enable_scoring
-from prime_rl.trainer.model.sequence_blocks import SequenceBlocks
-from prime_rl.trainer.model.shared_prefixes import PrefixTree
 from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.optim.kept_gradients import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
+from prime_rl.utils.files import locked_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths
+
+
+def own_class(model: nn.Module) -> type | None:
+    """The class that a model brought with it; None for those of Transformers."""
+    return next((each for each in type(model).__mro__ if each.__module__.startswith("transformers_modules.")), None)
+
+
+@contextmanager
+def loading_code(is_trusted: bool) -> Iterator[None]:
+    """Let no other rank load code during the block, if it loads some.
+
+    Transformers copies the code to its cache before it imports it, and a rank could import what another one is writing.
+    """
+    if not is_trusted:
+        yield
+        return
+    # Looked up at each call: a program can set another cache.
+    cache = Path(dynamic_module_utils.HF_MODULES_CACHE)
+    with ExitStack() as stack:
+        # Without a lock, nothing is lost in a cache that cannot be written: nobody writes there.
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked_file(cache / "prime_rl.lock"))
+        yield
+
+
+def load_model_class(model_config: PretrainedConfig, name: str) -> None:
+    """Load the class of the model at `name`, if its config names one of the model's own. It stays loaded."""
+    reference = (getattr(model_config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is not None:
+        dynamic_module_utils.get_class_from_dynamic_module(reference, name)
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BUFFER_DTYPES = (
@@ -279,7 +311,6 @@ def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 def _use_lean_kernels(model: PreTrainedModel, products: Products) -> None:
     use_lean_norms(model)
     use_lean_mlps(model, products)
-    use_lean_embedding(model)
     use_lean_linears(model, products)
 
 
@@ -320,7 +351,7 @@ def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.devic
 
 
 def _untied_like(full: PreTrainedModel | None, blank: PreTrainedModel, process: Process) -> PreTrainedModel:
-    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a tensor of their own.
+    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a separate tensor.
 
     Transformers unties weights whose files hold different values. Collective. Returns `blank`.
     """

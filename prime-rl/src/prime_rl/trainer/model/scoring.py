@@ -19,13 +19,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
-from prime_rl.trainer.kernels.lean_linear import head_product
-from prime_rl.trainer.kernels.linear_cross_entropy import LIMITS, Limits, linear_cross_entropy_sum
-from prime_rl.trainer.lora.adapters import is_adapted
-from prime_rl.trainer.model.packed_rows import Grid, fold
-from prime_rl.trainer.model.sequence_blocks import SequenceBlocks, find_sequence_blocks
-from prime_rl.trainer.model.shared_prefixes import SHARED, PrefixTree, find_shared_prefixes
-from prime_rl.transport.to_device import to_device
+from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.products import head_product
+from prime_rl.trainer.model.layouts import (
+    SHARED,
+    Grid,
+    PrefixTree,
+    SequenceBlocks,
+    find_sequence_blocks,
+    find_shared_prefixes,
+    fold,
+)
+from prime_rl.trainer.model.lora import is_adapted
+from prime_rl.transport.weights import to_device
 
 Result = TypeVar("Result")
 LogitsOf = Callable[[Tensor], Tensor]
@@ -76,7 +82,7 @@ def score_tokens(
 
 
 def cross_entropy_sum(
-    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: Limits = LIMITS
+    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: ChunkSizes = CHUNK_SIZES
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
     if isinstance(logits_of, nn.Linear) and is_plain(logits_of):

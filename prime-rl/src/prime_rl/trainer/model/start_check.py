@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.model.packed_rows import Grid
+from prime_rl.trainer.model.layouts import SHARED, Grid
 from prime_rl.trainer.model.scoring import Layout, score_tokens, scoring_of
-from prime_rl.trainer.model.shared_prefixes import SHARED
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.model_lengths import tightened
-from prime_rl.utils.stand_ins.uncompiled import computing_eagerly
 
 _PROBES = (range(12), range(20, 27), (*range(6), 30, 31))
 """Sequences that every model is checked with, as indices of `_token`. They are longer than a `tightened` window. The
@@ -57,7 +55,8 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
     advice = ", which is not supported" if kernel in (SDPA, EAGER) else ": set model.attn = 'sdpa'"
     if model.base_model is model:
         raise ModelError(f"{name} does not separate its layers from its head, which is not supported")
-    with _resharding(model, device), torch.no_grad(), computing_eagerly(), tightened(model):
+    # Compiled blocks run as written: the check's few shapes are not worth a compilation each.
+    with _resharding(model, device), torch.no_grad(), torch.compiler.set_stance("force_eager"), tightened(model):
         expected = _model_logits(model, device, EAGER if model._supports_attention_backend else kernel)
         long, other, alike = (Probe(*of_one) for of_one in zip(_probes(model), expected, strict=True))
         far = _last_position(model, seq_len)

@@ -46,7 +46,7 @@ class KeptGradient:
 
 
 class _Keeping(Protocol):
-    """What `keep_gradients` adds to a gathered parameter."""
+    """The attribute that `keep_gradients` adds to a gathered parameter."""
 
     kept_gradient: KeptGradient
 

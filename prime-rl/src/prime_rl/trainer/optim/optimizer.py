@@ -1,17 +1,278 @@
-"""Sets up the optimizer, and clips gradients."""
+"""Optimizers (AdamW, SGD, Muon) and gradient clipping, on this process's shards.
+
+The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
+through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
+operations here get plain tensors: this process's shards.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from types import MethodType
+from typing import Any, TypeGuard
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
-from prime_rl.trainer.optim.muon import Muon, split_for_muon
-from prime_rl.trainer.optim.offload import offload_states
-from prime_rl.trainer.optim.shards import ShardAdamW, global_norm, scale
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.utils.logger import get_logger
+
+SLICE_BYTES = 2**30
+"""Size of the parameters that are updated at a time, at least one of them. AdamW's states take twice that."""
+
+
+def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int = SLICE_BYTES) -> None:
+    """Make `optimizer` keep its states in host memory, pinned if `device` is a GPU.
+
+    `step` updates a slice of the parameters at a time. The result is the same, since our optimizers update each
+    parameter independently.
+    """
+    whole_step = optimizer.step
+    host = _HostCopies(optimizer, device)
+
+    def step(optimizer: Optimizer, closure: None = None) -> None:
+        groups = optimizer.param_groups
+        for group in groups:
+            for parameters in _slices(group["params"], slice_bytes):
+                host.bring(parameters)
+                optimizer.param_groups = [{**group, "params": parameters}]
+                try:
+                    whole_step()
+                finally:
+                    optimizer.param_groups = groups
+                host.take(parameters)
+
+    # A bound method: learning-rate schedulers expect one, and replace it in turn.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    # `load_state_dict` would put all states on the devices of their parameters.
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: host.hold_back(saved))
+    optimizer.register_load_state_dict_post_hook(lambda _: host.take_held_back())
+
+
+class _HostCopies:
+    """Moves states between the device and host memory that is allocated once."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self._copies: dict[tuple[Tensor, str], Tensor] = {}
+        self._held_back: list[tuple[Tensor, str, Tensor]] = []
+
+    def bring(self, parameters: Sequence[Tensor]) -> None:
+        """Replace the states of `parameters` by copies on the device."""
+        for parameter, name, state in self._states(parameters):
+            self.optimizer.state[parameter][name] = _copy_on(self.device, state)
+
+    def take(self, parameters: Sequence[Tensor]) -> None:
+        """Move the states of `parameters` to host memory, and free them on the device."""
+        for parameter, name, state in self._states(parameters):
+            self._keep(parameter, name, state, state.dtype)
+        self._finish()
+
+    def hold_back(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Take the tensors out of a saved state dict. Returns what is left of it, for the optimizer to load."""
+        # A saved state names parameters by numbers or by text, in the order of the optimizer's own.
+        ids, own = (
+            [each for group in groups for each in group["params"]]
+            for groups in (saved["param_groups"], self.optimizer.param_groups)
+        )
+        parameters, rest = dict(zip(ids, own, strict=False)), {}
+        self._held_back.clear()
+        for parameter_id, states in saved["state"].items():
+            large = [name for name, state in states.items() if _is_large(state) and parameter_id in parameters]
+            rest[parameter_id] = {name: state for name, state in states.items() if name not in large}
+            self._held_back += ((parameters[parameter_id], name, states[name]) for name in large)
+        return {**saved, "state": rest}
+
+    def take_held_back(self) -> None:
+        """Move the tensors that were held back to host memory, in the dtype that the optimizer would load them in."""
+        for parameter, name, state in self._held_back:
+            self._keep(parameter, name, state, parameter.dtype)
+        self._held_back.clear()
+        self._finish()
+
+    def _keep(self, parameter: Tensor, name: str, state: Tensor, dtype: torch.dtype) -> None:
+        copy = self._copies.get((parameter, name))
+        if copy is None or copy.dtype != dtype:
+            copy = self._copies[parameter, name] = self._room_for(state, dtype)
+        local(copy).copy_(local(state), non_blocking=True)
+        self.optimizer.state[parameter][name] = copy
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _states(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """The states except scalar counters, which stay where the optimizer put them."""
+        for parameter in parameters:
+            for name, state in list(self.optimizer.state.get(parameter, {}).items()):
+                if _is_large(state):
+                    yield parameter, name, state
+
+    def _room_for(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+        copy = _copy_on(torch.device("cpu"), state).to(dtype)
+        if self.device.type == "cuda":
+            if isinstance(copy, DTensor):
+                copy._local_tensor = copy._local_tensor.pin_memory()
+            else:
+                copy = copy.pin_memory()
+        return copy
+
+
+def _is_large(state: object) -> TypeGuard[Tensor]:
+    return isinstance(state, Tensor) and state.ndim > 0
+
+
+def _copy_on(device: torch.device, state: Tensor) -> Tensor:
+    return state.to(device, non_blocking=True, copy=True)
+
+
+def _slices(parameters: Sequence[nn.Parameter], slice_bytes: int) -> Iterator[list[nn.Parameter]]:
+    taken: list[nn.Parameter] = []
+    taken_bytes = 0
+    for parameter in parameters:
+        own_bytes = local(parameter).nbytes
+        if taken and taken_bytes + own_bytes > slice_bytes:
+            yield taken
+            taken, taken_bytes = [], 0
+        taken.append(parameter)
+        taken_bytes += own_bytes
+    if taken:
+        yield taken
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardAdamW(AdamW):
+    """AdamW that updates shards. States are sharded like their parameters, as those of AdamW."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fill the lists with parameters, gradients and states, which AdamW then updates in place."""
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of all tensors as one vector, of every process's shards. Collective.
+
+    Raises:
+        ValueError: the tensors are not sharded alike.
+    """
+    layouts = {(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors}
+    if len(layouts) != 1:
+        raise ValueError(f"the norm of tensors that are sharded in {len(layouts)} ways")
+    norm = get_total_norm(list(map(local, tensors)), foreach=True)
+    if (layout := layouts.pop()) is None:
+        return norm
+    mesh, placements = layout
+    squared = norm.square()
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(squared, group=mesh.get_group(axis))
+    return squared.sqrt()
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor in place."""
+    with torch.no_grad():
+        torch._foreach_mul_(list(map(local, tensors)), factor)
+
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients with a steep slope at zero. Five iterations bring singular values to between about 0.7 and 1.2."""
+_ITERATIONS = 5
+_SMALLEST_NORM = 1e-7
+_RMS_OF_ADAMW = 0.2
+_VOCABULARY = ("embed_tokens", "lm_head")
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al., 2024) with Nesterov momentum for one parameter group, and fused AdamW for the other.
+
+    A matrix moves by `0.2 lr sqrt(max(rows, columns))` times the orthogonalized momentum. AdamW moves it about as far
+    with the same rate (Liu et al., 2025, "Muon is scalable for LLM training"), so both groups share one `lr`. Tensors
+    of more than two dimensions, such as experts, are stacks of matrices. `step` is collective: each process gathers a
+    sharded matrix, orthogonalizes it, and keeps its own shard.
+    """
+
+    def __init__(self, config: MuonConfig, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> None:
+        groups: list[dict[str, Any]] = []
+        if matrices := list(matrices):
+            groups.append({"params": matrices, "algorithm": "muon", "momentum": config.mu})
+        self._adamw: ShardAdamW | None = None
+        if others := list(others):
+            self._adamw = ShardAdamW(others, lr=config.lr, betas=(config.betas1, config.betas2), fused=True)
+            groups.append({**self._adamw.param_groups[0], "algorithm": "adamw"})
+        for group in groups:
+            group |= {"lr": config.lr, "weight_decay": config.weight_decay}
+        super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no update here needs the loss again
+        """Apply the gradients."""
+        for group in self.param_groups:
+            if self._adamw is not None and group["algorithm"] == "adamw":
+                self._adamw.param_groups, self._adamw.state = [group], self.state
+                self._adamw.step()
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update_matrix(parameter, parameter.grad, group)
+
+    def _update_matrix(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = _orthogonal_of_all(gradient.lerp(buffer, momentum))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-2:])))
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable parameters for Muon (matrices except embeddings and head), and the other trainable ones."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_matrix = parameter.ndim >= 2 and not any(part in name for part in _VOCABULARY)
+        (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Bring singular values near 1 by a quintic Newton-Schulz iteration in bfloat16; [..., rows, columns]."""
+    first, second, third = _QUINTIC
+    x = matrices.to(torch.bfloat16, copy=True).reshape(-1, *matrices.shape[-2:])
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x /= x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), x, beta=first)
+    return (x.mT if is_tall else x).reshape(matrices.shape)
+
+
+def _orthogonal_of_all(update: Tensor) -> Tensor:
+    if not isinstance(update, DTensor):
+        return orthogonalised(update)
+    half = update.to(torch.bfloat16)
+    assert isinstance(half, DTensor)
+    whole = orthogonalised(half.full_tensor())
+    # Every process has the whole matrix, so nothing is sent.
+    return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None).to(update.dtype)
 
 
 def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:

@@ -15,7 +15,7 @@ from prime_rl.configs.trainer import (
     LinearSchedulerConfig,
     SchedulerConfig,
 )
-from prime_rl.trainer.process.errors import ScheduleError
+from prime_rl.trainer.process.errors import TrainerError
 
 _SMALLEST_FACTOR = 1e-8
 """First factor of a warm-up if `min_lr` is 0, since an update with a rate of 0 would be wasted."""
@@ -25,11 +25,11 @@ def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: in
     """A schedule over `max_steps` updates of `optimizer`. Step it once after each update.
 
     Raises:
-        ScheduleError: warm-up and decay do not fit into `max_steps`, or the schedule needs `max_steps`.
+        TrainerError: warm-up and decay do not fit into `max_steps`, or the schedule needs `max_steps`.
     """
     lr = optimizer.defaults["lr"]
     for fault in schedule_faults(config, max_steps):
-        raise ScheduleError(fault)
+        raise TrainerError(fault)
     match config:
         case LinearSchedulerConfig():
             span = Span(warmup_of(config, max_steps), max_steps, config.decay_steps)

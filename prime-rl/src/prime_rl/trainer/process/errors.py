@@ -1,13 +1,8 @@
-"""Errors of the trainer that a user can fix.
+"""Errors of the trainer, in the families of `utils/errors.py`.
 
-TrainerError             logged as one line, exit code 1, no traceback
-├── DeviceError          the machine lacks what `device` asks for
-├── RendezvousError      the ranks of the trainer do not find each other
+TrainerError (RunError)  logged as one line, exit code 1, no traceback
 ├── ModelError           model or tokenizer missing, unreadable, or not supported
 ├── DataError            dataset missing, unreadable, or without the fields that training needs
-├── ScheduleError        learning-rate schedule that does not fit `max_steps`
-├── BatchError           a batch of the orchestrator does not come, or its rows do not reach every rank
-├── BroadcastError       new weights did not reach the inference servers
 ├── CheckpointError      no checkpoint at the step to resume from, or a damaged one
 │   └── ResumeRefused    a checkpoint of another run, or of other data; exit code 2, since it would be refused again
 └── DivergedError        the loss or the gradient is not finite
@@ -24,21 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from prime_rl.run.completion import REFUSED_EXIT_CODE
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import RunError, one_line
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger
 
 
-class TrainerError(Exception):
+class TrainerError(RunError):
     """An error whose message is enough: what is wrong, where, and what to do."""
-
-
-class DeviceError(TrainerError):
-    pass
-
-
-class RendezvousError(TrainerError):
-    pass
 
 
 class ModelError(TrainerError):
@@ -47,20 +34,8 @@ class ModelError(TrainerError):
 
 class DataError(TrainerError):
     def __init__(self, message: str) -> None:
-        # It may show what the data holds.
+        # It may quote the data, which may hold control characters and megabytes.
         super().__init__(one_line(message))
-
-
-class ScheduleError(TrainerError):
-    pass
-
-
-class BatchError(TrainerError):
-    pass
-
-
-class BroadcastError(TrainerError):
-    pass
 
 
 class CheckpointError(TrainerError):
@@ -68,7 +43,7 @@ class CheckpointError(TrainerError):
 
 
 class ResumeRefused(CheckpointError):
-    pass
+    exit_code = REFUSED_EXIT_CODE
 
 
 class DivergedError(TrainerError):
@@ -82,7 +57,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except TrainerError as error:
         get_logger().error(str(error))
-        raise SystemExit(REFUSED_EXIT_CODE if isinstance(error, ResumeRefused) else 1) from None
+        raise SystemExit(error.exit_code) from None
     except Exception as error:  # noqa: BLE001 - the last handler: the log file should have the traceback too
         if (fault := disk_fault(error)) is not None:
             get_logger().error(fault)
@@ -94,7 +69,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    # gloo has no exception class of its own.
+    # gloo raises a plain RuntimeError.
     text = str(error)
     return "gloo/transport" in text and any(words in text for words in ("Connection reset", "Connection closed"))
 

@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 
 def stopped_line(step: int, checkpoint: Path) -> str:
-    """What the log says of a run that was stopped after `step` steps. `checkpoint` is the directory of that step."""
+    """The last log line of a run that stopped after `step` steps. `checkpoint` is the directory of that step."""
     when = "before the first step" if step == 0 else f"after {count_of('step', step)}"
     return f"Stopped {when}" + (f"; checkpoint in {checkpoint}" if (checkpoint / STABLE).is_file() else "")
 

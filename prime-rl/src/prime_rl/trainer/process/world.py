@@ -1,28 +1,138 @@
-"""This process of the trainer, and the group that connects all of them."""
+"""Joins this process to the trainer's process group.
+
+Ranks find each other through a store, and exchange objects that are unpickled without running code: torch pickles
+them, so otherwise a user who can connect to a rank, or write a checkpoint, could run code as this user.
+"""
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import dataclasses
+import enum
 import os
+import pathlib
+import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Timer
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.process.errors import DeviceError, RendezvousError
+from prime_rl.run.paths import STORE_VARIABLE
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.host_memory import map_large_tensors
-from prime_rl.trainer.process.store import open_store
-from prime_rl.trainer.process.unpickling import exchange_plain_objects
+from prime_rl.transport.weights import tcp_store
 from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
+
+
+def open_store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Open the store for `init_process_group`; None lets torch open its own, as under torchrun.
+
+    One process needs no network. Ranks of one launch meet in a file that only their user can read, because torch's own
+    store listens on every interface of the machine and trusts all who connect. Nodes that share no file which they can
+    lock meet at a TCP store, which listens on the address of the cluster alone.
+
+    Raises:
+        TrainerError: this process cannot listen at its address, for instance because the port is taken.
+    """
+    if world_size == 1:
+        return dist.HashStore()
+    place = environ.get(STORE_VARIABLE)
+    if place is None:
+        return None
+    if place.startswith("tcp://"):
+        host, _, port = place.removeprefix("tcp://").rpartition(":")
+        try:
+            return tcp_store(host, int(port), is_master=environ["RANK"] == "0", timeout=timeout)
+        except OSError as error:
+            # torch's own store raises a DistError instead.
+            raise TrainerError(
+                f"rank 0 cannot listen for the other ranks at {host}:{port}: {error.strerror}; start the run again"
+            ) from error
+    # A person who copies the commands of a dry run needs the directory, too.
+    Path(place).parent.mkdir(mode=0o700, exist_ok=True)
+    return dist.FileStore(place, world_size)
+
+
+_VALUES: tuple[object, ...] = (
+    collections.OrderedDict,
+    pathlib.PosixPath,
+    torch.Size,
+    torch.device,
+    torch.serialization._get_layout,
+    traceback.FrameSummary,
+    traceback.StackSummary,
+)
+"""Classes and functions without effects that torch pickles by name."""
+
+_SCATTERED = "torch.distributed._state_dict_utils"
+"""Names the shapes of the tensors that `set_model_state_dict` scatters."""
+
+_RAISED_BY = ("builtins", "_pickle", "json", "pickle", "prime_rl", "safetensors", "torch", "zipfile")
+"""Packages whose exceptions a rank may report to the others."""
+
+
+class ForbiddenPickle(pickle.UnpicklingError):
+    """A pickle names something other than plain values and torch's records of a checkpoint."""
+
+
+class RankError(Exception):
+    """Stands for an exception of another rank whose class is not loaded."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads plain values, exceptions, and the records that torch exchanges and saves for checkpoints.
+
+    Raises:
+        ForbiddenPickle: the pickle names anything else. Nothing has run then.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Modules are looked up, not imported. A dotted name would reach what a module imports, such as `os.system`.
+        found = getattr(sys.modules.get(module), name, None) if "." not in name else None
+        if _is_plain(found, module):
+            return found
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return RankError
+        raise ForbiddenPickle(f"a pickle names {module}.{name}, which may not be loaded")
+
+
+def exchange_plain_objects() -> None:
+    """Make the object collectives of torch load what they receive with `PlainUnpickler`.
+
+    Raises:
+        AttributeError: this torch unpickles in another way, and ranks would trust each other's pickles.
+    """
+    if not hasattr(c10d, "_unpickler"):
+        raise AttributeError(
+            "torch.distributed.distributed_c10d has no _unpickler: this torch unpickles in another way"
+        )
+    c10d._unpickler = PlainUnpickler
+
+
+def _is_plain(found: object, module: str) -> bool:
+    if isinstance(found, torch.dtype) or any(found is value for value in _VALUES):
+        return True
+    if not isinstance(found, type) or found.__module__ != module:
+        return False
+    if issubclass(found, BaseException):
+        return module.partition(".")[0] in _RAISED_BY
+    is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
+    is_record = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
+    return is_record and (module == _SCATTERED or module.startswith("torch.distributed.checkpoint."))
+
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 
@@ -57,11 +167,11 @@ def resolve_device(device: DeviceChoice) -> Literal["cuda", "cpu"]:
     """The kind of device to train on.
 
     Raises:
-        DeviceError: `device` is "cuda" and no GPU is visible.
+        TrainerError: `device` is "cuda" and no GPU is visible.
     """
     visible = torch.cuda.is_available()
     if device == "cuda" and not visible:
-        raise DeviceError('device = "cuda", but this process sees no GPU: check CUDA_VISIBLE_DEVICES, or use "cpu"')
+        raise TrainerError('device = "cuda", but this process sees no GPU: check CUDA_VISIBLE_DEVICES, or use "cpu"')
     return "cuda" if visible and device != "cpu" else "cpu"
 
 
@@ -72,15 +182,15 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     the process is alone, and an in-memory store replaces the network: it opens no port.
 
     Raises:
-        DeviceError: the machine lacks the device.
-        RendezvousError: the other ranks do not come within `timeout_s`.
+        TrainerError: the machine lacks the device.
+        TrainerError: the other ranks do not come within `timeout_s`.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         _die_with_parent()
     kind = resolve_device(device)
     rank, world_size, local_rank = (int(environ.get(key, d)) for key, d in _TORCHRUN_DEFAULTS)
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise DeviceError(f"process {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible")
+        raise TrainerError(f"process {local_rank} has no GPU to itself: {torch.cuda.device_count()} are visible")
     target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu":
         map_large_tensors()
@@ -123,7 +233,7 @@ def _waiting_for_ranks(rank: int, world_size: int, address: str, timeout_s: int)
         yield
     except dist.DistError as error:
         # Of several lines, the rest are torch's C++ frames.
-        raise RendezvousError(f"{wait.fault}; torch says: {str(error).splitlines()[0]}") from error
+        raise TrainerError(f"{wait.fault}; torch says: {str(error).splitlines()[0]}") from error
     finally:
         reminder.cancel()
 
@@ -145,7 +255,7 @@ def joined_world(device: DeviceChoice, timeout_s: int) -> Iterator[Process]:
     """Join the process group for the block.
 
     Raises:
-        DeviceError, RendezvousError: as `setup_world`.
+        TrainerError: as `setup_world`.
     """
     own_beats().say("waiting for the other ranks")
     process = setup_world(device, timeout_s)

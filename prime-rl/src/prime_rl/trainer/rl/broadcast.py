@@ -1,21 +1,28 @@
-"""Broadcasts policy weights to the inference engines through the filesystem."""
+"""Broadcasts policy weights to the inference engines: through files, or directly into their memory (NCCL or gloo)."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig
-from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, NCCLWeightBroadcastConfig
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
-from prime_rl.trainer.lora.adapters import is_adapted
-from prime_rl.trainer.lora.export import gather_adapter
+from prime_rl.trainer.model.lora import gather_adapter, is_adapted
+from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.files import publishing_directory, scratch_of
+from prime_rl.transport import TransportError
+from prime_rl.transport.weights import SENDER, WeightGroup
+from prime_rl.utils.files import STABLE, publishing_directory, scratch_of
+from prime_rl.utils.logger import count_of, get_logger
+from prime_rl.utils.waiting import Wait
 
 
 class Broadcast(Protocol):
@@ -85,3 +92,106 @@ class FileSystemBroadcast:
             version = step_of(directory)
             if version is not None and is_unwanted(version):
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+POLL_S = 0.02
+QUIET_S = 60.0
+
+
+class _OfferStatus(IntEnum):
+    """Status of a version that the trainer has offered."""
+
+    WAIT = 0
+    SEND = 1
+    DROP = 2
+    LATE = 3
+
+
+class GroupBroadcast:
+    """Sends each version to the servers through NCCL, or gloo on a CPU.
+
+    Only marker files go through the filesystem. `broadcasts/step_<v>/STABLE` offers a version, `NCCL_READY` in the same
+    directory means that the servers are ready to receive it, and `broadcasts/CLOSED` means that the orchestrator needs
+    no further versions.
+    """
+
+    def __init__(
+        self,
+        config: NCCLWeightBroadcastConfig,
+        run: OrchestratorPaths,
+        process: Process,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.process = process
+        self.is_stopping = is_stopping
+        """Whether this process has been asked to stop; then the servers may be gone and offers are dropped."""
+        self._group: WeightGroup | None = None
+
+    def start(self, version: int) -> None:
+        """Remove markers of earlier starts, then open the group's port, so that joining servers see no old markers.
+
+        Raises:
+            TrainerError: the port cannot be opened.
+        """
+        if not self.process.is_main:
+            return
+        shutil.rmtree(self.run.broadcasts, ignore_errors=True)
+        address, size = (self.config.host, self.config.port), self.config.inference_world_size + 1
+        try:
+            self._group = WeightGroup(address, SENDER, size, self.process.device, self.config.timeout)
+        except TransportError as error:
+            raise TrainerError(str(error)) from error
+        workers = count_of("inference worker", size - 1)
+        get_logger().info(f"Weights are broadcast to {workers}, through {address[0]}:{address[1]}")
+
+    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
+        """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
+
+        Nothing is sent if the orchestrator has finished or this process has been asked to stop.
+
+        Raises:
+            TrainerError: the servers are not ready within `weight_broadcast.timeout` seconds, or one has exited.
+        """
+        if self.process.is_main:
+            self._offer(version)
+        if not self._is_accepted(version):
+            return
+        weights = gather_weights(model, dtype)
+        if self._group is not None:
+            try:
+                self._group.send(weights, version)
+            except TransportError as error:
+                raise TrainerError(str(error)) from error
+
+    def _offer(self, version: int) -> None:
+        shutil.rmtree(self.run.broadcast(version - 1), ignore_errors=True)
+        self.run.broadcast(version).mkdir(parents=True, exist_ok=True)
+        (self.run.broadcast(version) / STABLE).touch()
+
+    def _is_accepted(self, version: int) -> bool:
+        """Wait until an offer is accepted, dropped or late. Rank 0 shares the status, so that ranks stay in step."""
+        wait = Wait(
+            f"the orchestrator's request for version {version}",
+            f"its log {self.run.log} says what it is doing; raise the timeout if evaluations take longer",
+            self.config.timeout,
+            "weight_broadcast.timeout",
+            QUIET_S,
+        )
+        status = _OfferStatus.WAIT
+        while status is _OfferStatus.WAIT:
+            time.sleep(POLL_S)
+            polled = torch.tensor(self._poll(version, wait) if self.process.is_main else 0)
+            dist.broadcast(polled, src=0)
+            status = _OfferStatus(int(polled))
+        if status is _OfferStatus.LATE:
+            raise TrainerError(wait.fault)
+        return status is _OfferStatus.SEND
+
+    def _poll(self, version: int, wait: Wait) -> _OfferStatus:
+        if self.run.broadcast_ready(version).exists():
+            return _OfferStatus.SEND
+        if self.is_stopping() or self.run.broadcasts_closed.exists():
+            return _OfferStatus.DROP
+        return _OfferStatus.LATE if wait.is_over() else _OfferStatus.WAIT

@@ -17,15 +17,15 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model
-from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.optim.optimizer import clip_gradients
-from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.errors import BatchError, DivergedError
+from prime_rl.trainer.process.errors import DivergedError, TrainerError
 from prime_rl.trainer.process.host_memory import return_freed_memory
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import BatchSource
 from prime_rl.trainer.rl.broadcast import Broadcast
+from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
 from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter, StepReport
@@ -42,7 +42,7 @@ QUIET_S = 60.0
 
 
 class _BatchStatus(IntEnum):
-    """What the main process knows of the next batch."""
+    """State of the next batch, as the main process sees it."""
 
     WAIT = 0
     READY = 1
@@ -121,7 +121,7 @@ class RLTrainer:
 
         Raises:
             Stopped: a signal arrived.
-            BatchError: the orchestrator sends no batch in time. The state is saved.
+            TrainerError: the orchestrator sends no batch in time. The state is saved.
         """
         run, step = self.paths.orchestrator, self.progress.step
         advice = advice_on("orchestrator", run.root, run.log)
@@ -141,7 +141,7 @@ class RLTrainer:
                     break
                 if status is _BatchStatus.LATE:
                     self._save()
-                    raise BatchError(wait.fault)
+                    raise TrainerError(wait.fault)
                 time.sleep(POLL_S)
         self.beats.say(f"step {step}: reading the batch")
         with self.times("load_data"):

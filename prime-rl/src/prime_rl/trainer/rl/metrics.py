@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.process.mesh import DataAxis
 
 NAN = float("nan")
 

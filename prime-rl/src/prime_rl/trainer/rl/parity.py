@@ -8,7 +8,7 @@ import torch
 
 from prime_rl.configs.trainer import ParityConfig
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward
 from prime_rl.utils.logger import get_logger
@@ -23,10 +23,6 @@ LIKELY_CAUSES = (
 BOUND, BFLOAT16_BOUND = 0.05, 0.1
 """Default bounds in nats per token. In bfloat16, two implementations that round differently are 0.05 apart: each one
 differs from float32 by 0.04, of which 0.02 are due to rounding of the logits alone."""
-
-
-class ParityMismatch(TrainerError):
-    """Trainer and inference engine compute different log-probabilities for the same tokens."""
 
 
 class ParityGate:
@@ -48,7 +44,7 @@ class ParityGate:
         """Compare one row per data rank, on the first call only. Collective.
 
         Raises:
-            ParityMismatch: the mean absolute difference exceeds the bound. Raised on all ranks.
+            TrainerError: the mean absolute difference exceeds the bound. Raised on all ranks.
         """
         if not self._is_due:
             return
@@ -72,7 +68,7 @@ class ParityGate:
             f"Likely causes: {LIKELY_CAUSES}"
         )
         if self.config.on_mismatch == "stop":
-            raise ParityMismatch(f'{fault}. To continue anyway, set trainer.parity.on_mismatch = "warn"')
+            raise TrainerError(f'{fault}. To continue anyway, set trainer.parity.on_mismatch = "warn"')
         if self.process.is_main:
             get_logger().warning(fault)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prime_rl.trainer.checkpoints.state import Progress
-from prime_rl.trainer.observe.perf import Performance, speed_fields
-from prime_rl.trainer.observe.telemetry import Telemetry
+from prime_rl.trainer.perf import Performance, speed_fields
 from prime_rl.trainer.rl.metrics import NAN, training_metrics
 from prime_rl.trainer.rl.step import StepSize
+from prime_rl.trainer.telemetry import Telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 
@@ -28,7 +28,7 @@ class StepReport:
     lr: float
     """Learning rate of the step's updates."""
     stats: Mapping[str, float]
-    """What a custom loss recorded."""
+    """Values that a custom loss recorded."""
 
 
 class Reporter:

@@ -1,28 +1,119 @@
-"""Packed rows as tensors, and the model's log-probabilities and entropies for their tokens."""
+"""Micro-batches as tensors, sums over each of their sequences, and the model's log-probabilities for their tokens.
+
+A loss that goes through the sequences one by one takes hundreds of small operations for each. On a GPU it would also
+wait several times for each, because the number of a mask's true elements is known only there. So the layout of a
+micro-batch is computed on the host, once.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.fused_logprobs import fused_logprobs
-from prime_rl.trainer.kernels.lean_linear import head_product
+from prime_rl.trainer.kernels.heads import fused_logprobs
+from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
-from prime_rl.trainer.rl.loss import sequence_lengths
-from prime_rl.trainer.rl.sequences import RowLayout
 from prime_rl.transport.messages import MicroBatch
-from prime_rl.transport.to_device import to_device
+from prime_rl.transport.weights import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """S sequences with M trained tokens in all, which lie one after another. Each has at least one."""
+
+    lengths_S: Tensor
+    """Number of trained tokens of each, float32."""
+    sequence_of_M: Tensor
+    cell_of_M: Tensor
+    """Place of each token in a grid with one row per sequence, as wide as the longest."""
+    longest: int
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Self:
+        counts, longest = np.array(lengths, dtype=np.int64), max(lengths, default=0)
+        sequence_of = np.repeat(np.arange(len(counts)), counts)
+        first_of = np.cumsum(counts) - counts
+        cell_of = sequence_of * longest + np.arange(len(sequence_of)) - first_of[sequence_of]
+        numbers, sequence, cell = (
+            to_device(torch.from_numpy(each), device) for each in (counts.astype(np.float32), sequence_of, cell_of)
+        )
+        return cls(numbers, sequence, cell, longest)
+
+    def __len__(self) -> int:
+        return len(self.lengths_S)
+
+    def sum(self, values_M: Tensor) -> Tensor:
+        """The sum over each sequence's tokens, [S]. It has a gradient."""
+        return self._grid(values_M, 0).sum(1)
+
+    def mean(self, values_M: Tensor) -> Tensor:
+        """[S]"""
+        return self.sum(values_M) / self.lengths_S
+
+    def min(self, values_M: Tensor) -> Tensor:
+        """[S]"""
+        return self._grid(values_M, torch.inf).amin(1)
+
+    def max(self, values_M: Tensor) -> Tensor:
+        """[S]"""
+        return self._grid(values_M, -torch.inf).amax(1)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """Each token gets its sequence's value, [M]."""
+        return values_S.index_select(0, self.sequence_of_M)
+
+    def _grid(self, values_M: Tensor, padding: float) -> Tensor:
+        # Every cell is written at most once, so that the sum's order, and with it its rounding, is always the same.
+        cells = values_M.new_full((len(self) * self.longest,), padding)
+        return cells.index_copy(0, self.cell_of_M, values_M).view(len(self), self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Bounds of the sequences in a micro-batch of T tokens, and the tokens that are trained (masked in)."""
+
+    lengths: list[int]
+    """Number of tokens of each sequence; they sum to T."""
+    num_trained: list[int]
+    """Number of trained tokens of each sequence; they sum to M."""
+    trained_M: Tensor
+    """Index of each trained token in the row."""
+    sequences: Sequences
+    """Those with trained tokens."""
+
+    @classmethod
+    def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
+        """`loss_mask_T` is on the host; the result's tensors are on `device`."""
+        num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
+        trained = to_device(loss_mask_T.nonzero().flatten(), device)
+        return cls(lengths, num_trained, trained, Sequences.of_lengths([each for each in num_trained if each], device))
+
 
 AUTO_VOCAB_CHUNK = 8192
 MAX_LOGITS = 2**25
 """Maximum number of logits in memory with an unfused head: 128 MiB in float32."""
+
+
+def sequence_lengths(position_ids: Tensor) -> list[int]:
+    """Lengths of the sequences packed in a row of T tokens.
+
+    A sequence starts at a position 0 that follows a nonzero position and precedes a 1. A sequence of one token is
+    therefore counted as part of the sequence before it.
+    """
+    before, here, after = position_ids[:-2], position_ids[1:-1], position_ids[2:]
+    starts = ((here == 0) & (before != 0) & (after == 1)).nonzero().flatten() + 1
+    return [end - start for start, end in pairwise([0, *starts.tolist(), len(position_ids)])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,30 +12,28 @@ from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
-from prime_rl.trainer.checkpoints.changes import check_changes
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.restored import restored_state, summary_of
+from prime_rl.trainer.checkpoints.resuming import check_changes, restored_state, summary_of
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.observe.perf import Performance, known_peak, published_peak
-from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.perf import Performance, known_peak, published_peak
 from prime_rl.trainer.process.errors import ResumeRefused
-from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
-from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast
-from prime_rl.trainer.rl.group_broadcast import GroupBroadcast
+from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
+from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loop import Components, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter
 from prime_rl.trainer.rl.rows import vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward
+from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 

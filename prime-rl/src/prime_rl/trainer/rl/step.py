@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.observe.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.optim.accumulation import accumulated
-from prime_rl.trainer.process.data_axis import DataAxis
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.model.blocks import accumulated
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
+from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import Loss, LossInputs
 from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row

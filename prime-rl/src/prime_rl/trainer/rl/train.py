@@ -17,7 +17,6 @@ from prime_rl.utils.imports import bound_kernel_caches, import_transformers, imp
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
-from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 
 def main() -> None:
@@ -42,8 +41,6 @@ def main() -> None:
         bound_kernel_caches()
         with import_without_gc():
             import_transformers()
-            if config.model.compile is None and computes_without_gpu(config.device):
-                defer_compiler()
             from prime_rl.trainer.rl.run import train
 
         train(config, paths)

@@ -10,9 +10,9 @@ from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.trainer.model.build import setup_tokenizer
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import Process
-from prime_rl.trainer.sft.data.entries import setup_entries
 from prime_rl.trainer.sft.data.examination import examine, made_rows, steps_per_epoch
 from prime_rl.trainer.sft.data.samples import SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.utils.logger import get_logger
 
 _MAX_ROWS = 50_000

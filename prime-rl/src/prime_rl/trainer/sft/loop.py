@@ -14,19 +14,17 @@ from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
+from prime_rl.trainer.checkpoints.retention import EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import gather_export, write_export
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError, DivergedError
 from prime_rl.trainer.process.host_memory import return_freed_memory
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.process.signals import SignalBox
-from prime_rl.trainer.sft.data.fingerprint import DataFingerprint
 from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
-from prime_rl.trainer.sft.resume import FINGERPRINT
+from prime_rl.trainer.sft.resume import FINGERPRINT, DataFingerprint
 from prime_rl.trainer.sft.step import has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.logger import get_logger

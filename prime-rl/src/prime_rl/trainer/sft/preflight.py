@@ -20,7 +20,6 @@ from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import DataError, exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.entries import Entry, setup_entries
 from prime_rl.trainer.sft.data.examination import (
     Examination,
     examine,
@@ -32,6 +31,7 @@ from prime_rl.trainer.sft.data.examination import (
     worries,
 )
 from prime_rl.trainer.sft.data.samples import Made, SampleMaker
+from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.trainer.sft.epochs import steps_of
 from prime_rl.utils.logger import count_of, get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit

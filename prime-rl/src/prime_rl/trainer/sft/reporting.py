@@ -9,10 +9,10 @@ from dataclasses import asdict, astuple, dataclass
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.state import Progress
-from prime_rl.trainer.observe.perf import Performance, speed_fields
-from prime_rl.trainer.observe.telemetry import Telemetry
-from prime_rl.trainer.process.data_axis import DataAxis
+from prime_rl.trainer.perf import Performance, speed_fields
+from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.samples import SampleCounts, SampleStream
+from prime_rl.trainer.telemetry import Telemetry
 from prime_rl.utils.logger import SUCCESS, count_of, get_logger
 from prime_rl.watch.progress import clock
 from prime_rl.watch.progress_bar import ProgressBar, figures

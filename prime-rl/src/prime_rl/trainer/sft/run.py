@@ -17,29 +17,27 @@ from prime_rl.run.beats import own_beats
 from prime_rl.run.directory import OutputDirInUse, check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.resuming import changes_since, configs_to_save
-from prime_rl.trainer.checkpoints.changes import check_changes
-from prime_rl.trainer.checkpoints.evaluated import EvaluationQueue
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.restored import restored_state
+from prime_rl.trainer.checkpoints.resuming import check_changes, restored_state
+from prime_rl.trainer.checkpoints.retention import EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.observe.perf import Performance, known_peak
-from prime_rl.trainer.observe.telemetry import Telemetry, open_telemetry
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.perf import Performance, known_peak
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
-from prime_rl.trainer.process.parallel_dims import Mesh, setup_mesh
+from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
-from prime_rl.trainer.sft.data.fingerprint import fingerprint_of
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.epochs import as_written, with_steps
 from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
-from prime_rl.trainer.sft.resume import check_same_rows, leave_receipt, restore_position
+from prime_rl.trainer.sft.resume import check_same_rows, fingerprint_of, leave_receipt, restore_position
 from prime_rl.trainer.sft.validation import Validation
+from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 from prime_rl.watch.progress_bar import progress_bar
 

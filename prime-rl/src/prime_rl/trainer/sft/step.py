@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
+from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
-from prime_rl.trainer.optim.accumulation import accumulated
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DivergedError
-from prime_rl.trainer.process.parallel_dims import Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process, sum_over_processes
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.reporting import StepStats
-from prime_rl.transport.to_device import to_device
+from prime_rl.transport.weights import to_device
 
 
 def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh) -> StepStats:

@@ -10,7 +10,6 @@ from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
-from prime_rl.utils.stand_ins.uncompiled import computes_without_gpu, defer_compiler
 
 
 def main() -> None:
@@ -27,8 +26,6 @@ def main() -> None:
         bound_kernel_caches()
         with import_without_gc():
             import_transformers()
-            if config.model.compile is None and computes_without_gpu(config.device):
-                defer_compiler()
             from prime_rl.trainer.sft.run import run
 
         exit_code = run(config)

@@ -11,13 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.run.beats import own_beats
-from prime_rl.trainer.process.data_axis import DataAxis
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.process.parallel_dims import Mesh
-from prime_rl.trainer.sft.data.best_fit import best_fit_decreasing
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrainable_fault, worries
-from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
+from prime_rl.trainer.sft.data.packer import PackedRow, best_fit_decreasing, lay_out
 from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.reporting import ValStats
 from prime_rl.trainer.sft.step import row_loss_sum

@@ -15,18 +15,17 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.lora import StepAdapters
-from prime_rl.inference.embedded.engine.slots import KVSlots
-from prime_rl.inference.embedded.errors import UnsupportedModel
-from prime_rl.inference.embedded.sizes import padded_tokens
-from prime_rl.inference.embedded.transfer import on_device
-from prime_rl.transport.to_device import to_device
+from prime_rl.inference.embedded.engine.tensors import on_device, padded_tokens
+from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.transport.weights import to_device
 
 ATTENTION_NAME = "kv_slots"
 
 _COPY_COST = 3
-"""What a batched product of part of each row costs in bfloat16 on a CPU, relative to one of whole rows of that length:
+"""Cost of a batched product of part of each row in bfloat16 on a CPU, relative to one of whole rows of that length:
 oneDNN copies the part first. Measured: 2.5 to 3.5."""
 
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
@@ -196,12 +195,12 @@ def slot_attention(
     `slot_step` is a keyword argument of the model's forward call, which Transformers passes through.
 
     Raises:
-        UnsupportedModel: the model uses soft caps, sinks or biases of scores, or does not pass `slot_step` through.
+        EngineError: the model uses soft caps, sinks or biases of scores, or does not pass `slot_step` through.
     """
     if slot_step is None:
-        raise UnsupportedModel(f"{type(module).__name__} takes no further arguments, which the embedded engine needs")
+        raise EngineError(f"{type(module).__name__} takes no further arguments, which the embedded engine needs")
     if any(options.get(name) is not None for name in _CHANGES_SCORES):
-        raise UnsupportedModel(f"{type(module).__name__} has soft caps, sinks or biases, which are not supported")
+        raise EngineError(f"{type(module).__name__} has soft caps, sinks or biases, which are not supported")
     new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     scaling = options.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prime_rl.inference.embedded.transfer import on_device
+from prime_rl.inference.embedded.engine.tensors import on_device
 
 FEWEST_ROWS = 32
 """With fewer rows, a layer's rows stay in the processor's cache and sharing gains nothing."""

@@ -15,17 +15,16 @@ from typing import Any, Self
 
 import torch
 
-from prime_rl.inference.adapter_files import check_base_version
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest, TopLogprobs
 from prime_rl.inference.embedded.engine.generation import Sequence as Sample
 from prime_rl.inference.embedded.engine.lora import AdapterStore
 from prime_rl.inference.embedded.engine.model import ModelRunner
 from prime_rl.inference.embedded.engine.sampling import BatchSampler, Drawn, prompt_logprobs
-from prime_rl.inference.embedded.engine.scheduler import Limits, PrefillBatch, Scheduler
+from prime_rl.inference.embedded.engine.scheduler import EngineLimits, PrefillBatch, Scheduler
+from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import WeightSource, read_weights
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
-from prime_rl.inference.embedded.transfer import on_device
+from prime_rl.inference.model_files import WeightError, check_base_version
 from prime_rl.monitors.tracing import own_trace
 from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
@@ -96,8 +95,10 @@ class Engine:
     records which weight version generated each of its tokens.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits | None = None, adapters: AdapterStore | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(
+        self, runner: ModelRunner, limits: EngineLimits | None = None, adapters: AdapterStore | None = None
+    ) -> None:
+        self.limits = limits or EngineLimits()
         self.adapters = adapters
         """None if LoRA is not enabled."""
         self.weight_source = WeightSource(runner.device)
@@ -192,7 +193,7 @@ class Engine:
 
     @contextlib.contextmanager
     def in_thread(self, name: str | None = None) -> Iterator[Self]:
-        """Run in a thread of its own during the block, then stop."""
+        """Run in a new thread during the block, then stop."""
         thread = threading.Thread(target=self.run, name=name, daemon=True)
         thread.start()
         try:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from prime_rl.inference.adapter_files import AdapterSpec, check_name, read_adapter_spec
-from prime_rl.inference.checkpoint_files import Shapes, mismatch_error
 from prime_rl.inference.embedded.engine.weights import read_weights
+from prime_rl.inference.model_files import AdapterSpec, Shapes, check_name, mismatch_error, read_adapter_spec
 from prime_rl.run.paths import step_of
-from prime_rl.transport.to_device import to_device
+from prime_rl.transport.weights import to_device
 
 Site = tuple[str, ...]
 """Module paths of the linear layers computed by one matrix product: one layer, or several with the same input."""

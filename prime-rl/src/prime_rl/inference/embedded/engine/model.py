@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,23 +14,92 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from prime_rl.inference.embedded.cpu.fused import FusedDecoder
-from prime_rl.inference.embedded.cuda.decode_graphs import DecodeGraphs, Recorder
-from prime_rl.inference.embedded.cuda.recorder import CudaRecorder
-from prime_rl.inference.embedded.engine.attention import (
-    ATTENTION_NAME,
-    PromptBatch,
-    SlotStep,
-    register_slot_attention,
-)
+from prime_rl.inference.embedded.engine.attention import ATTENTION_NAME, PromptBatch, SlotStep, register_slot_attention
+from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
+from prime_rl.inference.embedded.engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
-from prime_rl.inference.embedded.engine.slots import KVSlots
-from prime_rl.inference.embedded.engine.start_check import check_positions, check_slots
+from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
-from prime_rl.inference.embedded.errors import ModelNotFound, UnsupportedModel, first_line
-from prime_rl.inference.embedded.transfer import on_device
-from prime_rl.utils.model_lengths import fix_rotary_lengths
+from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.utils.errors import first_line
+from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
+
+Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
+"""`ModelRunner.forward`."""
+
+_LENGTH = 12
+"""Length of the probe in tokens, longer than a `tightened` window."""
+_CACHED = 4
+_DECODED = 3
+"""Numbers of tokens at the start and at the end of the probe that are read in separate steps."""
+
+_EXACT, _ROUNDED = 1e-4, 0.25
+"""Largest norm of a difference between logits, relative to their norm: in float32 on a CPU, and in bfloat16 or TF32.
+With SmolLM2-135M, two attention kernels differ by 1e-6 in float32 and by 0.02 in bfloat16, where rounding can also send
+a token to another expert. Ignoring a window makes a difference of 0.7."""
+
+
+@torch.inference_mode()
+def check_positions(model: PreTrainedModel, max_model_len: int) -> None:
+    """Check that a token's logits do not depend on the largest position in its batch.
+
+    Raises:
+        EngineError: they do, so they would change with the other sequences of a batch.
+    """
+    tokens = torch.tensor([_probe(model, _LENGTH + 1)], device=model.device)
+    positions = torch.arange(_LENGTH + 1, device=model.device)[None]
+    far = positions.clone()
+    far[0, -1] = max(max_model_len - 1, _LENGTH)
+    with _eager(model):
+        near, own = (
+            model(input_ids=tokens, position_ids=places, use_cache=False).logits[0, :_LENGTH]
+            for places in (far, positions)
+        )
+    if not _is_close(near, own):
+        raise EngineError(f"{type(model).__name__} has positions that change with the length of a neighbour")
+
+
+@torch.inference_mode()
+def check_slots(model: PreTrainedModel, forward: Forward) -> None:
+    """Check prefill, kept prefixes and decoding against eager attention on the whole probe. Uses slot row 0.
+
+    Raises:
+        EngineError: the engine computes other logits than Transformers.
+    """
+    probe, end = _probe(model, _LENGTH), _LENGTH - _DECODED
+    with tightened(model):
+        with _eager(model):
+            own = model(input_ids=torch.tensor([probe], device=model.device), use_cache=False).logits[0]
+        _, (first,) = forward([], [probe[: _CACHED + 1]], [0], full_prompts=[0])
+        last, (middle,) = forward([], [probe[:end]], [0], num_cached=[_CACHED], full_prompts=[0])
+        decoded = [forward([probe[: index + 1]], [], [])[0] for index in range(end, _LENGTH)]
+    if not _is_close(torch.cat([*first, *middle, last, *decoded]), own):
+        raise EngineError(f"{type(model).__name__} has an attention that the embedded engine does not support")
+
+
+def _probe(model: PreTrainedModel, length: int) -> list[int]:
+    """Token ids, spread over the vocabulary: after special tokens, which come first, bfloat16 is far less exact."""
+    vocab_size = model.config.get_text_config().vocab_size
+    return [(4321 + 7919 * index) % vocab_size for index in range(length)]
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model with Transformers' eager attention in the block."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _is_close(ours: Tensor, own: Tensor) -> bool:
+    tolerance = _EXACT if own.dtype == torch.float32 and own.device.type == "cpu" else _ROUNDED
+    return bool((ours.float() - own.float()).norm() <= tolerance * own.float().norm())
+
 
 FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
 TOKENS_AT_ONCE = 256
@@ -196,14 +266,14 @@ class ModelRunner:
         layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
         if not layers <= _SUPPORTED_LAYERS:
             unsupported = ", ".join(sorted(layers - _SUPPORTED_LAYERS))
-            raise UnsupportedModel(f"the model has layers of type {unsupported}, which are not supported")
+            raise EngineError(f"the model has layers of type {unsupported}, which are not supported")
         if not self.model._supports_attention_backend:
-            raise UnsupportedModel("the model has its own attention code, which is not supported")
+            raise EngineError("the model has its own attention code, which is not supported")
         self.slots.reserve(rows=1, length=2)
         self.forward([], [[0]], [0])
         self.forward([[0, 0]], [], [])
         if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
-            raise UnsupportedModel("the model has layers without a key-value cache, which are not supported")
+            raise EngineError("the model has layers without a key-value cache, which are not supported")
         check_slots(self.model, self.forward)
 
 
@@ -221,8 +291,8 @@ def load_model(
     Length-dependent rotary frequencies are those of `max_model_len` tokens; None takes the model's context length.
 
     Raises:
-        ModelNotFound: the model cannot be loaded; the message contains the first line of the library's error.
-        UnsupportedModel: the engine cannot run the model.
+        EngineError: the model cannot be loaded; the message contains the first line of the library's error.
+        EngineError: the engine cannot run the model.
     """
     register_slot_attention()
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -233,9 +303,9 @@ def load_model(
         )
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
-        raise UnsupportedModel("the model has its own attention code, which is not supported") from exc
+        raise EngineError("the model has its own attention code, which is not supported") from exc
     except (OSError, ValueError, ImportError, SafetensorError) as exc:
-        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
+        raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers decorates `to`, which hides from type checkers that it is a method.
     model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
     length = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -249,9 +319,9 @@ def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     """Load only the model's config.
 
     Raises:
-        ModelNotFound: there is no model with that name.
+        EngineError: there is no model with that name.
     """
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as exc:
-        raise ModelNotFound(f"cannot load model {name!r}: {first_line(exc)}") from exc
+        raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine.generation import PromptLogprob, SamplingParams, Sequence, TopLogprobs
-from prime_rl.inference.embedded.transfer import on_device
+from prime_rl.inference.embedded.engine.tensors import on_device
 
 _CACHED_LOGITS = 1 << 18
 """A CPU samples rows of at most this many logits at once. For larger intermediate results, of more than 1 MiB, the

@@ -6,15 +6,14 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 
+from prime_rl.inference.embedded.engine.cache import KVSlots, Match, PrefixCache
 from prime_rl.inference.embedded.engine.common_start import Origin
 from prime_rl.inference.embedded.engine.generation import Sequence
-from prime_rl.inference.embedded.engine.prefixes import Match, PrefixCache
-from prime_rl.inference.embedded.engine.slots import KVSlots
-from prime_rl.inference.limits import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
+from prime_rl.inference.protocol import MAX_CONNECTIONS, MAX_TOTAL_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Limits on batch and queue sizes."""
 
     max_running: int = 128
@@ -48,7 +47,7 @@ class PrefillBatch:
 class Scheduler:
     """The waiting queue and the running batch. Running sequence i owns slot row i, so the batch is contiguous."""
 
-    def __init__(self, limits: Limits, slots: KVSlots) -> None:
+    def __init__(self, limits: EngineLimits, slots: KVSlots) -> None:
         self.limits = limits
         self.slots = slots
         self.prefixes = PrefixCache(slots, limits.max_prefix_bytes)

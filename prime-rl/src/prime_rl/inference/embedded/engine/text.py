@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import StartFault
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
-from prime_rl.inference.embedded.errors import ModelNotFound, TemplateFailed, UnsupportedModel, first_line
+from prime_rl.inference.embedded.errors import EngineError, TemplateFailed
+from prime_rl.utils.errors import first_line
 
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES = 4
@@ -75,13 +76,13 @@ class Text:
         """Render a short message. A template that refuses it may render others.
 
         Raises:
-            UnsupportedModel: it takes longer than `limit_s`.
+            EngineError: it takes longer than `limit_s`.
         """
         try:
             with suppress(TemplateFailed), time_limit(limit_s):
                 self.render_chat(_SHORT, None, {"add_generation_prompt": True})
         except OutOfTime:
-            raise UnsupportedModel(
+            raise EngineError(
                 f"the chat template of {self._tokenizer.name_or_path} takes more than {limit_s:g} s for one short "
                 "message: look for a loop in it, or set model.chat_template"
             ) from None
@@ -158,20 +159,20 @@ def load_text(
     `chat_template`, as in a config, replaces the tokenizer's own.
 
     Raises:
-        ModelNotFound: the model has no tokenizer, or there is no such template.
+        EngineError: the model has no tokenizer, or there is no such template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as exc:
-        raise ModelNotFound(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
+        raise EngineError(f"cannot load the tokenizer of model {name!r}: {first_line(exc)}") from exc
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # If there are no tokenizer files, Transformers returns an empty tokenizer of the model's class.
-        raise ModelNotFound(f"model {name!r} has no tokenizer files")
+        raise EngineError(f"model {name!r} has no tokenizer files")
     if chat_template is not None:
         try:
             tokenizer.chat_template = read_template("model.chat_template", chat_template)
         except StartFault as fault:
-            raise ModelNotFound(str(fault)) from fault
+            raise EngineError(str(fault)) from fault
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return Text(tokenizer, frozenset(token for token in ends if token is not None))

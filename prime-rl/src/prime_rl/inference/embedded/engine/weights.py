@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.inference.checkpoint_files import WeightError, mismatch_error, open_checkpoint, refuse_adapter
-from prime_rl.inference.embedded.errors import first_line
+from prime_rl.inference.model_files import WeightError, mismatch_error, open_checkpoint, refuse_adapter
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
 from prime_rl.transport.weights import WeightGroup
+from prime_rl.utils.errors import first_line
 
 
 class WeightSource:

@@ -21,15 +21,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
-from prime_rl.inference.access import HEALTH, METRICS, RequireKey
-from prime_rl.inference.adapter_files import AdapterMissing
-from prime_rl.inference.bodies import BoundBodies
-from prime_rl.inference.checkpoint_files import WeightError
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.embedded.http.answers import Answered, chat_response, completion_response
 from prime_rl.inference.embedded.http.stream import ChatChunks, CompletionChunks, EventStream
-from prime_rl.inference.preparation import in_time
+from prime_rl.inference.guards import HEALTH, METRICS, BoundBodies, RequireKey
+from prime_rl.inference.model_files import AdapterMissing, WeightError
 from prime_rl.inference.protocol import (
     ChatBody,
     CompletionBody,
@@ -43,8 +40,9 @@ from prime_rl.inference.protocol import (
     UpdateWeightsBody,
     parse_body,
 )
+from prime_rl.inference.rendering import in_time
 from prime_rl.monitors.prometheus import exposition
-from prime_rl.transport.errors import TransportError
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -233,7 +231,7 @@ class Api:
         )
 
     async def _parsed(self, kind: type[Parsed], raw: bytes) -> Parsed:
-        """Parse a body; a large one in a thread of its own, one at a time, because parsing holds Python's lock."""
+        """Parse a body; a large one in another thread, one at a time, because parsing holds Python's lock."""
         if len(raw) <= _INLINE_BYTES:
             return parse_body(kind, raw)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse_body, kind, raw)

@@ -15,9 +15,9 @@ from prime_rl.inference.embedded.engine.lora import Adapter
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.embedded.http.tool_calls import ToolParser
-from prime_rl.inference.limits import MAX_CHARS_PER_TOKEN
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
+    MAX_CHARS_PER_TOKEN,
     ChatBody,
     CompletionBody,
     RequestError,
@@ -31,7 +31,7 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default `max_tokens` for text completions. Chats default to the model's own limit, or to the rest of the
 context."""
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-"""What a request may leave to the model, by its name in `generation_config.json`."""
+"""Arguments that a request may leave to the model, by their name in `generation_config.json`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedAnswer:
+class ParsedMessage:
     """The content and tool calls of a completion. Text that is not a valid call stays in the content."""
 
     content: str | None
@@ -35,7 +35,7 @@ class ToolParser(Protocol):
     needs_special_tokens: bool
     """Whether the call delimiters may be special tokens, which detokenization must then keep."""
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str) -> ParsedMessage:
         """Split a complete text into content and tool calls."""
 
     def final_length(self, text: str) -> int:
@@ -47,14 +47,14 @@ class Hermes:
 
     needs_special_tokens = True
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str) -> ParsedMessage:
         if _HERMES_START not in text:
-            return ParsedAnswer(text)
+            return ParsedMessage(text)
         try:
             calls = [_call(json.loads(closed or open_), "arguments") for closed, open_ in _HERMES_CALL.findall(text)]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return ParsedAnswer(text)
-        return ParsedAnswer(text[: text.index(_HERMES_START)] or None, calls)
+            return ParsedMessage(text)
+        return ParsedMessage(text[: text.index(_HERMES_START)] or None, calls)
 
     def final_length(self, text: str) -> int:
         if _HERMES_START in text:
@@ -68,7 +68,7 @@ class Llama3Json:
 
     needs_special_tokens = False
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str) -> ParsedMessage:
         calls: list[ToolCall] = []
         start = text.find("{")
         try:
@@ -77,8 +77,8 @@ class Llama3Json:
                 calls.append(_call(value, "arguments" if "arguments" in value else "parameters"))
                 start = text.find("{", end)
         except (ValueError, KeyError, TypeError, RecursionError):
-            return ParsedAnswer(text)
-        return ParsedAnswer(None, calls) if calls else ParsedAnswer(text)
+            return ParsedMessage(text)
+        return ParsedMessage(None, calls) if calls else ParsedMessage(text)
 
     def final_length(self, text: str) -> int:
         return 0
@@ -91,7 +91,7 @@ TOOL_PARSERS: Mapping[str, ToolParser] = MappingProxyType(
 
 
 def _call(value: Any, arguments_key: str) -> ToolCall:
-    """Raises KeyError, TypeError or ValueError if the object is no call, or not one that an answer can carry."""
+    """Raises KeyError, TypeError or ValueError if the object is not a call that an answer can carry."""
     name, arguments = value["name"], json.dumps(value[arguments_key], ensure_ascii=False)
     if not isinstance(name, str):
         raise TypeError(f"a function's name is text, not {type(name).__name__}")

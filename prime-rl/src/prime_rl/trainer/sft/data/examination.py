@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.trainer.sft.data.entries import Entries, Entry
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
 from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts
+from prime_rl.trainer.sft.data.sources import Entries, Entry
 from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:

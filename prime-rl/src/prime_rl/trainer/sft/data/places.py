@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.process.data_axis import DataAxis
+    from prime_rl.trainer.process.mesh import DataAxis
 
 Place = Mapping[str, Any]
 """Position of one data rank in the data, as saved in a checkpoint: plain values and bytes."""

@@ -12,16 +12,15 @@ from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.run.beats import own_beats
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.chat_spans import UnmaskableSample
-from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
-from prime_rl.trainer.sft.data.entries import Entry, setup_entries
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample, UnmaskableSample
 from prime_rl.trainer.sft.data.places import Place, Places
+from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from prime_rl.trainer.process.data_axis import DataAxis
+    from prime_rl.trainer.process.mesh import DataAxis
 
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
@@ -93,7 +92,7 @@ class Made:
     has_end: bool = True
     """Whether the last trained token, before the cut, is a special token such as the end of a message."""
     end_id: int | None = None
-    """That token, if it is a special one."""
+    """The token that ends the text, if it is a special one."""
 
 
 class SampleMaker:

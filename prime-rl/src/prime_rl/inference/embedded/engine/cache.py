@@ -1,0 +1,237 @@
+"""Key-value cache of the embedded engine: slots of the running sequences, and prefixes of earlier ones to start from.
+
+A slot is one row of the cache: row i belongs to running sequence i. A conversation's next turn starts with all tokens
+of the previous one, and the requests of a group share their prompt, so `Prefixes` keeps keys and values of earlier
+tokens. They are reused only under the weights that computed them: every update of weights or adapters clears them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prime_rl.inference.embedded.engine.generation import Sequence
+from prime_rl.inference.embedded.engine.tensors import on_device, rounded_up
+
+_LENGTH_STEP = 32
+_ROW_STEP = 16
+_AMPLE_LENGTH_STEP = 128
+
+
+class KVSlots:
+    """Key and value tensors `[rows, kv heads, length, head dim]` of every layer, grown on demand.
+
+    The tensors are initialized to zeros: masked positions are multiplied by 0, which would not remove a NaN.
+    """
+
+    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+        self.budget_bytes = budget_bytes
+        self.device = device
+        self.rows = 0
+        self.length = 0
+        self.generation = 0
+        """Changes whenever tensors are replaced: their addresses in a captured graph are then those of freed memory."""
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size of one token of one sequence across all layers; 0 before the first forward pass."""
+        tensors = [tensor for pair in self._layers.values() for tensor in pair]
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether `rows` sequences of up to `length` tokens fit in the memory budget."""
+        return self._rounded_rows(rows) * self._rounded_length(length) * self.bytes_per_token <= self.budget_bytes
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` sequences of up to `length` tokens, keeping stored tokens.
+
+        If keeping the larger of the old and new size in both dimensions would exceed the budget, the tensors are
+        resized to exactly the requested size, so one dimension may shrink. On a GPU, the length doubles if that fits:
+        attention reads no more for it, and every new size costs all captured graphs.
+        """
+        if rows <= self.rows and length <= self.length:
+            return
+        widest = max(rows, self.rows), max(length, self.length)
+        if self.fits(*widest):
+            rows, length = widest
+        ample = rounded_up(length, _AMPLE_LENGTH_STEP, steps_per_doubling=1)
+        if self.device.type == "cuda" and self.fits(rows, ample):
+            length = ample
+        rows, length = self._rounded_rows(rows), self._rounded_length(length)
+        for index, pair in self._layers.items():
+            self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
+        self.rows, self.length = rows, length
+        self.generation += 1
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer. New tensors `[tokens, kv heads, head dim]` set the shapes and the dtype."""
+        if index not in self._layers:
+            shapes = [(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)]
+            self._layers[index] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+            self.generation += 1
+        return self._layers[index]
+
+    def copy(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the first `length` tokens of one row to other rows."""
+        # A list as an index would be copied to the device for every tensor.
+        into = targets[0] if len(targets) == 1 else on_device(targets, self.device)
+        for pair in self._layers.values():
+            for tensor in pair:
+                # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
+                tensor[into, :, :length] = tensor[source, :, :length].clone()
+
+    def erase(self, row: int) -> None:
+        """Overwrite a row with zeros."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[row].zero_()
+
+    def read_row(self, row: int, length: int) -> list[Tensor]:
+        """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer."""
+        return [tensor[row, :, :length].clone() for pair in self._layers.values() for tensor in pair]
+
+    def write_row(self, tensors: list[Tensor], row: int, length: int) -> None:
+        """Write the first `length` tokens of tensors from `read_row` into a row."""
+        own = [tensor for pair in self._layers.values() for tensor in pair]
+        for tensor, copied in zip(own, tensors, strict=True):
+            tensor[row, :, :length] = copied[:, :length]
+
+    @staticmethod
+    def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:
+        kept_rows, kept_length = min(rows, tensor.shape[0]), min(length, tensor.shape[2])
+        resized = tensor.new_zeros((rows, tensor.shape[1], length, tensor.shape[3]))
+        resized[:kept_rows, :, :kept_length] = tensor[:kept_rows, :, :kept_length]
+        return resized
+
+    @staticmethod
+    def _rounded_rows(rows: int) -> int:
+        return -(-rows // _ROW_STEP) * _ROW_STEP
+
+    @staticmethod
+    def _rounded_length(length: int) -> int:
+        """At most 31 tokens or a quarter more. Attention reads whole rows, so a short step of growth saves time; the
+        steps become longer with the rows, so that sequences are copied a few times only."""
+        return rounded_up(length, _LENGTH_STEP, steps_per_doubling=4)
+
+
+BLOCK_TOKENS = 16
+"""Prompts are matched in blocks of this many tokens; shorter common prefixes are not reused."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedPrefix:
+    """The keys and values of a finished sequence."""
+
+    tokens: list[int]
+    owner: object
+    """The adapter that computed it; None is the base model."""
+    tensors: list[Tensor]
+    keys: list[int]
+    """Keys of its blocks in the cache's index."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The first `length` tokens of a prompt are in a slot row or in a cache entry, `source`."""
+
+    length: int
+    source: int | CachedPrefix
+
+
+class PrefixCache:
+    """A cache of finished sequences' keys and values, evicted least recently used first. Not thread-safe."""
+
+    def __init__(self, slots: KVSlots, budget_bytes: int) -> None:
+        self.slots = slots
+        self.budget_bytes = budget_bytes
+        self.size_bytes = 0
+        self.epoch = 0
+        """Number of weight updates so far; identifies the live weights."""
+        self.num_reused_tokens = 0
+        """Number of prompt tokens that were not prefilled again."""
+        self._entries: OrderedDict[int, CachedPrefix] = OrderedDict()
+        self._index: dict[int, CachedPrefix] = {}
+
+    def clear(self) -> None:
+        """Drop all entries, because the weights have changed."""
+        self.epoch += 1
+        self.size_bytes = 0
+        self._entries.clear()
+        self._index.clear()
+
+    def find(self, sequence: Sequence, running: SequenceOf[Sequence]) -> Match | None:
+        """Find the longest cached prefix of a waiting sequence. At least one token is left to prefill."""
+        limit = len(sequence.tokens) - 1
+        if self.budget_bytes == 0 or limit < BLOCK_TOKENS or sequence.request.wants_prompt_logprobs:
+            return None
+        request = sequence.request
+        for row, other in enumerate(running):
+            same = other.request.prompt == request.prompt and other.request.adapter is request.adapter
+            if same and other.epoch == self.epoch:
+                return Match(min(limit, len(request.prompt)), row)
+        found: CachedPrefix | None = None
+        length = 0
+        for key in _block_keys(sequence.tokens, request.adapter):
+            if (entry := self._index.get(key)) is None:
+                break
+            found = entry
+            length += BLOCK_TOKENS
+        if found is None or found.owner is not request.adapter or found.tokens[:length] != sequence.tokens[:length]:
+            return None
+        end = min(limit, len(found.tokens))
+        while length < end and found.tokens[length] == sequence.tokens[length]:
+            length += 1
+        return Match(min(length, limit), found)
+
+    def load(self, match: Match, row: int) -> None:
+        """Copy the keys and values of a match into a slot row."""
+        self.num_reused_tokens += match.length
+        if isinstance(match.source, CachedPrefix):
+            self._entries.move_to_end(id(match.source))
+            self.slots.write_row(match.source.tensors, row, match.length)
+        elif match.source != row:
+            self.slots.copy(match.source, [row], match.length)
+
+    def store(self, sequence: Sequence, row: int) -> None:
+        """Cache the keys and values of a finished sequence, except its last token, which has none yet."""
+        length = len(sequence.tokens) - 1
+        size_bytes = length * self.slots.bytes_per_token
+        if sequence.epoch != self.epoch or length < BLOCK_TOKENS or size_bytes > self.budget_bytes:
+            return
+        while self.size_bytes + size_bytes > self.budget_bytes:
+            self._drop_oldest()
+        owner = sequence.request.adapter
+        tokens = sequence.tokens[:length]
+        entry = CachedPrefix(tokens, owner, self.slots.read_row(row, length), list(_block_keys(tokens, owner)))
+        self._entries[id(entry)] = entry
+        self._index.update(dict.fromkeys(entry.keys, entry))
+        self.size_bytes += entry.size_bytes
+
+    def _drop_oldest(self) -> None:
+        _, oldest = self._entries.popitem(last=False)
+        self.size_bytes -= oldest.size_bytes
+        for key in oldest.keys:
+            if self._index.get(key) is oldest:
+                del self._index[key]
+
+
+def _block_keys(tokens: SequenceOf[int], owner: object) -> Iterator[int]:
+    """Yield a key for each full block, hashed over all tokens up to the block's end."""
+    key = id(owner)
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        key = hash((key, *tokens[start : start + BLOCK_TOKENS]))
+        yield key

@@ -1,0 +1,123 @@
+"""ASGI middleware of both engines: requires the server's key, and bounds the size and the time of request bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODY_BYTES, MAX_MARKS, RequestError
+from prime_rl.utils.engine_keys import is_bearer
+
+HEALTH = "/health"
+METRICS = "/metrics"
+
+
+class RequireKey:
+    """ASGI middleware: every route but the open ones needs `Authorization: Bearer KEY`, also those that only read.
+
+    Otherwise any user of the machine could generate, load other weights, or pause the engine of a run.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str] = (HEALTH,)) -> None:
+        self.app = app
+        self.open_paths = open_paths
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in self.open_paths or self._is_authorized(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(code=1008, reason="no valid key")(scope, receive, send)
+        else:
+            await _UNAUTHORIZED(scope, receive, send)
+
+    def _is_authorized(self, scope: Scope) -> bool:
+        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return is_bearer(value.decode("latin-1"), self._key)
+
+
+_FAULT = RequestError(
+    "This server needs its key: send the header Authorization: Bearer KEY. Clients of PRIME-RL read KEY from the "
+    "variable VLLM_API_KEY",
+    HTTPStatus.UNAUTHORIZED,
+)
+# Closes the connection, because the body of a stranger is not read.
+_HEADERS = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+_UNAUTHORIZED = JSONResponse(_FAULT.body(), HTTPStatus.UNAUTHORIZED, _HEADERS)
+
+
+_MARKS = (b"[", b"{", b'"')
+
+
+class BoundBodies:
+    """ASGI middleware: receives the whole body before the app runs, and refuses a body that is too large or too slow.
+
+    A body that announces its size is refused (413) before any of it is read; others once they exceed the limit.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._body(scope, receive)
+        except RequestError as exc:
+            # Closes the connection, because the rest of the body would have to be read before another request.
+            refusal = JSONResponse(exc.body(), exc.status, {"Connection": "close"})
+            await refusal(scope, receive, send)
+            return
+        if body is not None:
+            await self.app(scope, _body_first(body, receive), send)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None if the client has disconnected.
+
+        Raises:
+            RequestError: status 413 if the body is too large, 408 if it does not arrive in time, 400 if it would take
+                seconds to parse.
+        """
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if len(length.lstrip(b"0")) > len(str(self.max_bytes)) or int(length) > self.max_bytes:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self.max_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError as exc:
+            received = f"{len(body)} bytes of the body arrived within {self.timeout_s:g} s"
+            raise RequestError(f"{received}, and not the rest", HTTPStatus.REQUEST_TIMEOUT) from exc
+        if (marks := sum(map(body.count, _MARKS))) > MAX_MARKS:
+            raise RequestError(f"The body has {marks} opening brackets and quotation marks, the limit is {MAX_MARKS}")
+        return bytes(body)
+
+    def _too_large(self) -> RequestError:
+        message = f"The body is larger than {self.max_bytes} bytes, the limit of this server"
+        return RequestError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+def _body_first(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body as one message, and then what the connection brings."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_next() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return receive_next

@@ -1,1 +1,0 @@
-"""Agents as environments: their code runs in a process of its own, and asks the model through the proxy."""

@@ -1,1 +1,0 @@
-"""Environments that run in a Python interpreter of their own, with their own packages."""

@@ -1,0 +1,312 @@
+"""Loads the environments of a config, each with the worker that its keys ask for, and refuses what cannot be used."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import verifiers as vf
+from datasets import disable_progress_bars
+from verifiers.errors import OverlongPromptError
+from verifiers.types import TASK_INPUT_FIELDS
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import LogConfig
+from prime_rl.environments.builtin import built_in_module
+from prime_rl.interpreters.in_use import use
+from prime_rl.interpreters.registry import InstalledEnvironment, Registry, RegistryFault, use_shared
+from prime_rl.interpreters.venvs import VenvError, python_of, venv_of_project
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.workers.agents import start_agent
+from prime_rl.orchestrator.workers.environment import Environment, Split
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, judge_arguments
+from prime_rl.orchestrator.workers.inside.returned import wrong_type
+from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, leaves, record_reward_errors
+from prime_rl.orchestrator.workers.port import PortWorker
+from prime_rl.orchestrator.workers.process import ProcessWorker, WorkerSpec
+from prime_rl.utils.logger import get_logger
+
+HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
+"""Methods of an environment that run its author's code. verifiers may run each of the first three in a task of its own,
+and an event loop ends at once if a task raises SystemExit."""
+_COUNTS = re.compile(
+    r"context length is (\d+) tokens.*?(?:prompt has|contains(?: at least)?) (\d+) (?:input )?tokens", re.DOTALL
+)
+"""How our engine and vLLM say it."""
+_OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
+_OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
+_SCORING = ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects")
+"""Methods of verifiers 0.1.14 that choose a reward function's arguments by their names."""
+
+
+_OPTIONAL = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def load_environments(
+    configs: Sequence[EnvConfig], log: LogConfig, key: str = "orchestrator.env", split: Split = "train"
+) -> dict[str, Environment]:
+    """Load every configured environment, by name. `key` is the config key of the list, for error messages.
+
+    Call it in the main thread: verifiers installs signal handlers when it loads an environment.
+
+    Raises:
+        EnvironmentFault: an environment cannot be imported, fails to load, or has no rows.
+    """
+    setup_verifiers_logging(log)
+    environments: dict[str, Environment] = {}
+    for index, config in enumerate(configs):
+        place = f"{key}[{index}]"
+        environment = environments[config.name or config.id] = _loaded(config, place, split)
+        environment.timeout_s = config.timeout_s
+    return environments
+
+
+def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
+    python = _own_interpreter(config, place)
+    name = config.name or config.id
+    if config.is_agent:
+        return Environment(name, start_agent(config, place, python), split, config.max_failed_groups)
+    if python is None:
+        return _with_rows(load_environment(config, place), config, place, split)
+    attributes = environment_arguments(config.extra_env_kwargs)
+    tables = (config.taskset, config.agent)
+    spec = WorkerSpec(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
+    worker = ProcessWorker.start(name, spec)
+    try:
+        environment = Environment(name, worker, split, config.max_failed_groups)
+    except BaseException:
+        worker.process.kill()
+        raise
+    _refuse_empty(environment, config, place, split)
+    return environment
+
+
+def _own_interpreter(config: EnvConfig, place: str) -> Path | None:
+    if config.project is None:
+        return config.python or _installed_python(config, place)
+    try:
+        return python_of(venv_of_project(config.project))
+    except VenvError as error:
+        raise EnvironmentFault(f"{place}.project = {str(config.project)!r}: {error}") from error
+
+
+def _installed_python(config: EnvConfig, place: str) -> Path | None:
+    """The interpreter that `medarc_train env install` gave to an environment; None if it runs in this one."""
+    if config.address is not None or config.is_agent:
+        return None
+    found = _installed(config, place)
+    return None if found is None else found.python
+
+
+def _installed(config: EnvConfig, place: str) -> InstalledEnvironment | None:
+    try:
+        found = Registry().find(config.id)
+    except RegistryFault as fault:
+        raise EnvironmentFault(f"{place}: {fault}") from fault
+    if found is not None:
+        use(Path(found.directory))  # another `env install` leaves the files that this run uses
+    return found
+
+
+def _import_advice(error: ValueError, module: str) -> str:
+    """What to do about a failed import, by which module is missing: the environment's own, or one that it imports."""
+    cause = error.__cause__
+    own = module.replace("-", "_").rpartition("/")[2]
+    if isinstance(cause, ModuleNotFoundError) and cause.name not in (None, own):
+        return (
+            "its code imports that module: add the package that has it to `dependencies` in the environment's "
+            "pyproject.toml, then run `medarc_train env install PATH` again"
+        )
+    return "install its package with `medarc_train env install PATH`, or correct `id`"
+
+
+def load_environment(config: EnvConfig, place: str) -> vf.Environment:
+    """Load a verifiers environment. Its dataset may be built later. `place` is its config key, for error messages.
+
+    Raises:
+        EnvironmentFault: the environment cannot be imported, or fails to load.
+    """
+    installed = _installed(config, place)
+    if installed is not None and not installed.has_interpreter:
+        use_shared(installed)
+    try:
+        given = judge_arguments(module_id(config.id), config.judge)
+        env = vf.load_environment(module_id(config.id), **{**given, **config.args})
+        env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
+    except ValueError as error:  # verifiers turns every failed import into one
+        raise EnvironmentFault(
+            f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
+            f"{_import_advice(error, module_id(config.id))}"
+        ) from error
+    except NoJudge as error:
+        raise EnvironmentFault(f"{place}: {error}") from error
+    except SystemExit as error:
+        raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
+    except Exception as error:  # an environment's own code may raise anything
+        mistake = wrong_type(error)
+        reason = _reason(error) if mistake is None else f"environment {config.id!r} does not load: {mistake}"
+        raise EnvironmentFault(f"{place}: {reason}") from error
+    contain_exits(env)
+    record_reward_errors(env.rubric)
+    record_overlong_prompts(env)
+    return env
+
+
+def setup_verifiers_logging(log: LogConfig) -> None:
+    vf.setup_logging(log.vf_level, json_logging=log.json_logging)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    # Duplicates the error message of `load_environment`.
+    logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
+    # Logs a line for each server that it waits for.
+    logging.getLogger("verifiers.serve.client").setLevel(logging.WARNING)
+
+
+def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Attributes to set on an environment. Renames `seq_len` to verifiers' `max_seq_len`."""
+    return {"max_seq_len" if name == "seq_len" else name: value for name, value in extra_env_kwargs.items()}
+
+
+def module_id(env_id: str) -> str:
+    """The id without its `@version`, as verifiers imports it; of a built-in environment, its module."""
+    return built_in_module(env_id) or env_id.partition("@")[0]
+
+
+def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
+    for fault in weight_faults(env.rubric):
+        raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
+    name = config.name or config.id
+    worker = VerifiersWorker(env) if config.address is None else PortWorker(name, env, config.address)
+    try:
+        environment = Environment(name, worker, split, config.max_failed_groups)
+    except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
+        raise EnvironmentFault(
+            f"{place}: cannot build the dataset of environment {config.id!r}: {wrong_type(error) or _one_line(error)}"
+        ) from error
+    _refuse_empty(environment, config, place, split)
+    columns = list(environment.content(0))
+    for fault in argument_faults(env.rubric, columns):
+        raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
+    if functions := without_answers(env.rubric, columns):
+        get_logger().warning(
+            f"{place}: environment {config.id!r}: {', '.join(functions)} requires `answer`, and the rows have no such "
+            f"column: it is always empty; the columns are {', '.join(columns)}"
+        )
+    return environment
+
+
+def _refuse_empty(environment: Environment, config: EnvConfig, place: str, split: Split) -> None:
+    if environment.num_rows == 0:
+        purpose = "training" if split == "train" else "evaluation"
+        raise EnvironmentFault(f"{place}: environment {config.id!r} has no {purpose} rows")
+
+
+def _reason(error: Exception) -> str:
+    """What our own environments raise is written for users; verifiers packs it into an error of its own."""
+    cause = error.__cause__
+    is_ours = cause is not None and type(cause).__module__.startswith("prime_rl.")
+    return "; ".join(str(cause).splitlines()) if is_ours else _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
+    """One line for each weight with which no reward would be a number."""
+    for part in leaves(rubric):
+        for function, weight in zip(part.funcs, part.weights, strict=True):
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                name = getattr(function, "__name__", repr(function))
+                yield f"the weight of reward function {name!r} is {weight!r}, not a finite number"
+
+
+def argument_faults(rubric: vf.Rubric | None, columns: Collection[str]) -> Iterator[str]:
+    """One line for each argument that a reward function requires and never gets, so that each of its calls would fail.
+
+    `columns` are those of the dataset, which become arguments, too. A rubric that chooses arguments itself has none.
+    """
+    added = [name for name in columns if name not in TASK_INPUT_FIELDS]
+    for part in leaves(rubric):
+        own = [name for name in _SCORING if getattr(type(part), name) is not getattr(vf.Rubric, name)]
+        if own or part.score_object_providers or part.group_score_object_providers:
+            continue
+        for function in part.funcs:
+            base = _OF_GROUP if part._is_group_func(function) else (*_OF_ROLLOUT, *added)
+            known = dict.fromkeys((*base, *part.class_objects))
+            for each in inspect.signature(function).parameters.values():
+                if each.name not in known and each.default is each.empty and each.kind not in _OPTIONAL:
+                    near = get_close_matches(each.name, known, 1)
+                    meant = f" (did you mean {near[0]!r}?)" if near else ""
+                    name = getattr(function, "__name__", repr(function))
+                    yield f"reward function {name!r} requires {each.name!r}{meant}, and gets only {', '.join(known)}"
+
+
+def without_answers(rubric: vf.Rubric | None, columns: Collection[str]) -> list[str]:
+    """Reward functions that require `answer` in an environment whose rows have none, and so always get an empty one."""
+    functions = [function for part in leaves(rubric) for function in part.funcs] if "answer" not in columns else []
+    parameters = [(function, inspect.signature(function).parameters.get("answer")) for function in functions]
+    return [
+        getattr(function, "__name__", repr(function))
+        for function, found in parameters
+        if found is not None and found.default is found.empty
+    ]
+
+
+class CalledExit(vf.Error):  # type: ignore[misc]
+    """The code of an environment called `sys.exit`. Ends the rollout."""
+
+
+def contain_exits(env: vf.Environment) -> None:
+    """Turn SystemExit in the rollouts of an environment, or of any member of a group, into an error of the rollout."""
+    for name in HOOKS:
+        if (hook := getattr(env, name, None)) is not None:
+            setattr(env, name, _contained(hook))
+    for member in getattr(env, "env_map", {}).values():
+        contain_exits(member)
+
+
+def _contained(hook: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    @functools.wraps(hook)
+    async def contained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await hook(*args, **kwargs)
+        except SystemExit as exit_:
+            raise CalledExit(f"the environment called sys.exit({exit_.code!r})") from exit_
+
+    return contained
+
+
+def record_overlong_prompts(env: vf.Environment) -> None:
+    """Write into a rollout's state, or that of any member of a group, why its prompt was refused."""
+    hook = env.get_model_response
+
+    @functools.wraps(hook)
+    async def recording(state: vf.State, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await hook(state, *args, **kwargs)
+        except OverlongPromptError as error:
+            state[OVERLONG_PROMPT] = described(str(error))
+            raise
+
+    env.get_model_response = recording
+    for member in getattr(env, "env_map", {}).values():
+        record_overlong_prompts(member)
+
+
+def described(message: str) -> str:
+    """What the server said, in few words if it has a known form."""
+    if (found := _COUNTS.search(message)) is None:
+        return f"prompt too long: {' '.join(message.split())}"
+    return f"prompt too long ({found[2]} tokens, limit {found[1]})"

@@ -1,0 +1,474 @@
+"""Runs the code of an environment or an agent in a process of its own: starts it, asks it, and replaces it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from prime_rl.monitors.tracing import own_trace
+from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
+from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.orchestrator.proxy.routes import RecordingProxy
+from prime_rl.orchestrator.reports.sessions import record_rollouts
+from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
+from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
+from prime_rl.utils.gpus import MASK_VARIABLE
+from prime_rl.utils.logger import get_logger
+
+LOOPBACK = "127.0.0.1"
+INSIDE = Path(__file__).parent / "inside"
+STOP_GRACE_S = 5.0
+ROWS_AT_ONCE = 256
+SHOWN_ROWS = 16
+"""Rows of an endless environment that are read at the start, to look at their prompts."""
+BLOCKED_S = 30.0
+"""Seconds after the end of a time limit in which a process must answer. One that does not is blocked by its code."""
+MAX_ENDS_IN_A_ROW = 5
+"""Ends of the process without an answer between them, after which its code counts as broken."""
+_OURS = frozenset(
+    {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE}
+)
+"""Variables of this process that an interpreter of another environment must not get."""
+
+_ADDED = {MASK_VARIABLE: "", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+class WorkerError(Exception):
+    """The environment's own code failed in a request."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Name of the class of what it raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What to load, and in which interpreter."""
+
+    place: str
+    """Config key, for messages."""
+    python: Path
+    module: str
+    args: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    judge: str | None = None
+    taskset: Mapping[str, Any] = field(default_factory=dict)
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    """Tables of verifiers v1."""
+    program: tuple[str, ...] = (str(INSIDE / "__main__.py"),)
+    """Arguments of the interpreter, before the number of the socket."""
+    added: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it gets besides those of this process."""
+
+
+class WorkerProcess:
+    """One running environment.
+
+    Until `connect`, requests block: environments are loaded before the event loop runs.
+    """
+
+    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self.spec = spec
+        self._process = process
+        self._connection = connection
+        self._numbers = itertools.count()
+        self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._fault = ""
+        """Why the process no longer answers."""
+
+    @classmethod
+    def start(cls, spec: WorkerSpec) -> Self:
+        """Load the environment. Its output goes to the log of this process.
+
+        Raises:
+            EnvironmentFault: the interpreter cannot be started, or the environment does not load in it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = [str(spec.python), *spec.program, str(theirs.fileno())]
+            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED | dict(spec.added)
+            # The proxy of the run is on this machine, behind no other proxy.
+            env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+            try:
+                process = subprocess.Popen(
+                    argv, env=env, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+                )
+            except OSError as error:
+                ours.close()
+                raise EnvironmentFault(f"{spec.place}.python = {str(spec.python)!r}: {error.strerror}") from error
+        started = cls(spec, process, ours)
+        try:
+            started._greet()
+        except BaseException:
+            started.kill()
+            raise
+        return started
+
+    def _greet(self) -> None:
+        spec = self.spec
+        tables = {name: dict(getattr(spec, name)) for name in ("args", "attributes", "taskset", "agent")}
+        settings = {"protocol": PROTOCOL, "module": spec.module, "judge": spec.judge, **tables}
+        hello = self._exchange(settings)
+        if "fault" in hello:
+            raise EnvironmentFault(f"{spec.place}: {spec.module!r} does not load in {spec.python}: {hello['fault']}")
+        names = (("verifiers", "verifiers"), ("python", "Python"))
+        self.versions = ", ".join(f"{shown} {hello[name]}" for name, shown in names if name in hello)
+
+    def ask_now(self, do: str, **arguments: Any) -> Any:
+        """What `ask` does, before the event loop runs."""
+        return _value(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._connection.sendall(encode(message))
+            answer = receive_now(self._connection)
+        except (BadFrame, ConnectionError) as error:
+            raise self._gone(str(error)) from error
+        if answer is None:
+            raise self._gone()
+        return answer
+
+    async def ask(self, do: str, **arguments: Any) -> Any:
+        """The answer of the environment to one request. Cancelling it cancels the work there.
+
+        Raises:
+            WorkerError: the environment's code failed.
+            EnvironmentFault: the process is gone.
+        """
+        writer = await self._connect()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(encode({"id": number, "do": do, "with": arguments}))
+            return _value(await answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ConnectionError):
+                writer.write(encode({"do": "cancel", "of": number}))
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        if self._opening is None:
+            self._connection.setblocking(False)
+            self._opening = asyncio.create_task(self._open())
+        writer = await asyncio.shield(self._opening)
+        assert self._reading is not None
+        if self._reading.done():
+            raise EnvironmentFault(self._fault)
+        return writer
+
+    async def _open(self) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection(sock=self._connection)
+        self._reading = asyncio.create_task(self._read(reader))
+        return writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        why = ""
+        try:
+            while (answer := await receive(reader)) is not None:
+                number = answer.get("id")
+                if not isinstance(number, int):
+                    raise BadFrame("a message that answers no request")
+                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except BadFrame as error:
+            why = str(error)
+        await self._end(STOP_GRACE_S)
+        self._fault = str(self._fault_of(why))
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EnvironmentFault(self._fault))
+
+    def _gone(self, why: str = "") -> EnvironmentFault:
+        self._await_end(STOP_GRACE_S)
+        return self._fault_of(why)
+
+    def _fault_of(self, why: str) -> EnvironmentFault:
+        code = self._exit_code()
+        how = "no longer answers" if code is None else f"ended with code {code}"
+        reason = f": {why}" if why else "; what it printed is in this log"
+        return EnvironmentFault(f"{self.spec.place}: the process of {self.spec.module!r} {how}{reason}")
+
+    @contextlib.contextmanager
+    def _end_descriptor(self) -> Iterator[int | None]:
+        """A descriptor that becomes readable when the process ends. None if it is reaped.
+
+        Waiting for it does not reap the process: as long as it is not reaped, its number names its group.
+        """
+        if self._process.returncode is not None:
+            yield None
+            return
+        descriptor = os.pidfd_open(self._process.pid)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _await_end(self, limit_s: float) -> None:
+        """What `_end` does, before the event loop runs."""
+        with self._end_descriptor() as descriptor:
+            if descriptor is not None:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(1000 * limit_s)
+
+    async def _end(self, limit_s: float) -> None:
+        """Wait for the end of the process, at most `limit_s`."""
+        with self._end_descriptor() as descriptor:
+            if descriptor is None:
+                return
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(descriptor, ended.set)
+            try:
+                async with asyncio.timeout(limit_s):
+                    await ended.wait()
+            except TimeoutError:
+                return  # the caller says so, or kills it
+            finally:
+                loop.remove_reader(descriptor)
+
+    def _exit_code(self) -> int | None:
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    async def close(self) -> None:
+        """Let the process end by itself; kill it, and all that it started, after `STOP_GRACE_S`."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        self._disconnect()
+        await self._end(STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, and all that it started, at once."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close the connection, through the event loop if the loop reads it. The loop knows connections by their
+        numbers: if this one were closed without it, the next process could get the number, and the loop would stop
+        reading that process's answers when it drops this one."""
+        if self._opening is None or self._opening.get_loop().is_closed():
+            self._connection.close()
+        elif not self._opening.done():
+            self._opening.cancel()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result().transport.abort()
+
+
+def _value(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise WorkerError(str(answer["error"]), str(answer.get("kind", "")))
+    return answer.get("value")
+
+
+class WorkerEnded(GroupFailed):
+    """The process ended or did not answer. Its requests fail; later ones get a new process."""
+
+
+class RestartingProcess:
+    """Asks a process that is replaced when it is gone."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.spec: WorkerSpec = process.spec
+        self.blocked_s = BLOCKED_S
+        self._process: WorkerProcess | None = process
+        self._starting = asyncio.Lock()
+        # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
+        # because a worker dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, "worker")
+        self._ends_in_a_row = 0
+
+    async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
+        """The answer to one request. `limit_s` is a time after which the process counts as blocked.
+
+        Raises:
+            WorkerError: the code failed.
+            WorkerEnded: the process ended, or does not answer within `limit_s`.
+            EnvironmentFault: it ends whenever it is started.
+        """
+        process = await self._running()
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                value = await process.ask(do, **arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._lost(process, f"it blocks its process: no answer within {limit_s:g} s", "Blocked") from error
+        except EnvironmentFault as error:
+            raise self._lost(process, str(error), "EnvironmentEnded") from error
+        self._ends_in_a_row = 0
+        return value
+
+    async def _running(self) -> WorkerProcess:
+        async with self._starting:
+            if self._process is None:
+                if self._ends_in_a_row >= MAX_ENDS_IN_A_ROW:
+                    raise EnvironmentFault(
+                        f"{self.spec.place}: the process of {self.spec.module!r} ended {self._ends_in_a_row} times "
+                        "in a row before it answered anything; what it printed is in this log"
+                    )
+                loop = asyncio.get_running_loop()
+                self._process = await loop.run_in_executor(self._thread, WorkerProcess.start, self.spec)
+            return self._process
+
+    def _lost(self, process: WorkerProcess, why: str, reason: str) -> WorkerEnded:
+        """The first request that notices ends the process, and alone counts against the environment."""
+        is_first = process is self._process
+        if is_first:
+            self._process = None
+            self._ends_in_a_row += 1
+            get_logger().warning(f"The process of {self.spec.module!r} is gone or blocked, and starts again")
+            process.kill()
+        return WorkerEnded(why, reason, is_of_environment=is_first)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            await self._process.close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+class ProcessWorker:
+    """Runs a verifiers environment of any supported version in an interpreter of its own.
+
+    It asks the model through a proxy of this process, which listens on the loopback interface.
+    """
+
+    def __init__(self, name: str, process: WorkerProcess, proxy: RecordingProxy) -> None:
+        self.name = name
+        self.process = RestartingProcess(process)
+        self.proxy = proxy
+        self._first = process
+
+    @classmethod
+    def start(cls, name: str, spec: WorkerSpec) -> Self:
+        """Raises EnvironmentFault if the environment does not load in its interpreter."""
+        process = WorkerProcess.start(spec)
+        get_logger().info(f"Environment {name!r} runs in {spec.python} ({process.versions})")
+        return cls(name, process, RecordingProxy())
+
+    def describe(self, split: Split) -> Described:
+        """Ask the process, before the event loop runs. Raises EnvironmentFault if it cannot make its dataset."""
+        process = self._first
+        try:
+            found = process.ask_now("describe", split=split)
+            count = SHOWN_ROWS if found["rows"] is None else found["rows"]
+            texts = list(_row_texts(process, split, count))
+        except WorkerError as error:
+            raise EnvironmentFault(
+                f"{process.spec.place}: cannot build the dataset of {self.name!r}: {error}"
+            ) from error
+        return Described(TextRows(texts), found["rows"] is None, found["functions"], found["tools"])
+
+    async def open(self) -> None:
+        await self.proxy.open()
+
+    async def roll_out(self, group: GroupRequest) -> list[Rollout]:
+        """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
+
+        Raises:
+            WorkerError: the environment's code failed.
+            WorkerEnded: its process ended; the next group gets a new one.
+            EnvironmentFault: its process ends whenever it is started.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
+        """
+        await self.proxy.open()
+        for retries_left in range(group.max_retries, -1, -1):
+            try:
+                rollouts = await self._attempt(group)
+                fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
+            except WorkerError as error:
+                if not retries_left:
+                    raise
+                fault = str(error)
+            if fault is None or not retries_left:
+                break
+            get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; once more")
+        return rollouts
+
+    async def _attempt(self, group: GroupRequest) -> list[Rollout]:
+        sessions_of_group = self.proxy.sessions.opened(group.size, group.server, group.sampling_args)
+        # The proxy asks for log-probabilities by itself: answers need not carry them to an environment that drops them.
+        sampling = {name: each for name, each in group.sampling_args.items() if name not in ("logprobs", "extra_body")}
+        try:
+            async with in_time(group.timeout_s, group.example.env, group.example.row):
+                with sessions_of_group as sessions:
+                    outputs = await self.process.ask(
+                        "run_group",
+                        split=group.split,
+                        row=group.example.row,
+                        base_url=self.proxy.base_url,
+                        model=group.server.model,
+                        sampling_args=sampling,
+                        sessions=[session.key for session in sessions],
+                        proxy_key=self.proxy.key,
+                    )
+        except GroupTimeout:
+            # A process that code without `await` blocks answers nothing, and is replaced.
+            await self.process.ask("describe", self.process.blocked_s, split=group.split)
+            raise
+        record_rollouts(own_trace(), outputs, group.example)
+        by_key = {session.key: session for session in sessions}
+        return [_rollout_of(output, by_key[output["session"]], group) for output in outputs]
+
+    def waits_for(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        # First the process: the proxy waits for its open requests.
+        await self.process.close()
+        await self.proxy.close()
+
+
+def _row_texts(process: WorkerProcess, split: str, count: int) -> Iterator[str]:
+    """The rows of the dataset as JSON."""
+    start, at_once = 0, ROWS_AT_ONCE
+    while start < count:
+        try:
+            rows = process.ask_now("rows", split=split, start=start, stop=min(start + at_once, count))
+        except WorkerError as error:
+            if error.kind != BadFrame.__name__ or at_once == 1:
+                raise
+            at_once //= 2  # more than one message can hold
+            continue
+        yield from (json.dumps(row) for row in rows)
+        start += at_once
+
+
+def _rollout_of(output: Mapping[str, Any], session: Session, group: GroupRequest) -> Rollout:
+    # The proxy samples as the run says, whatever the environment makes of its arguments.
+    given = {**output, "sampling_args": None}
+    rollout = read_rollout(given, group.example, group.temperature, group.version, group.vocab_size, session.trace)
+    rollout.is_truncated |= session.is_cut_off
+    return rollout

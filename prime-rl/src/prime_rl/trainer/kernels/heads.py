@@ -1,0 +1,218 @@
+"""Fused linear heads: cross-entropy, or log-probabilities and entropies, without all `[tokens, vocabulary]` logits.
+
+`linear_cross_entropy_sum` (SFT) iterates over chunks of tokens and computes each logit only once: gradients are
+computed together with the loss.
+
+`fused_logprobs` (RL) iterates over slices of the vocabulary, in both passes. Per token, the forward pass keeps the
+running maximum m, the sum of exponentials Z = sum exp(z - m) and the sum of exp(z - m) * z (an online softmax), which
+give logprob = z_label - log Z - m and entropy = m + log Z - E[z]. The backward pass recomputes each slice's logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_rl.trainer.kernels.products import Product, plain_product
+from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """Chunk sizes of a head's computation, which bound its memory."""
+
+    logits: int = 2**25
+    """Maximum number of logits, or their gradients, in memory, in the compute dtype: 64 MiB in bfloat16."""
+    float_logits: int = 2**22
+    """Maximum number of float32 logits of a linear head in memory: 16 MiB."""
+    cached_float_logits: int = 2**20
+    """The same limit on a CPU: 4 MiB, which fits in its caches. On a GPU, so many small operations would be slow."""
+    vocab_chunk: int = 2048
+    """Number of vocabulary rows whose gradient is added to a kept gradient at a time."""
+
+    def float_rows(self, width: int, on_cpu: bool) -> int:
+        """Number of rows of `width` logits to hold in float32 at a time."""
+        return max(1, (min(self.float_logits, self.cached_float_logits) if on_cpu else self.float_logits) // width)
+
+
+CHUNK_SIZES = ChunkSizes()
+
+
+def linear_cross_entropy_sum(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    limits: ChunkSizes = CHUNK_SIZES,
+    product: Product = plain_product,
+) -> Tensor:
+    """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32. `product` computes `a @ b.T`.
+
+    Gradients are computed together with the loss, so that the backward pass recomputes no logits. A frozen weight has
+    none.
+    """
+    kept = kept_gradient_of(weight_VH)
+    if not torch.is_grad_enabled():
+        hidden_NH, weight_VH = hidden_NH.detach(), weight_VH.detach()
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, limits, product)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        kept: KeptGradient | None,
+        limits: ChunkSizes,
+        product: Product,
+    ) -> Tensor:
+        rows = max(1, limits.logits // len(weight))
+        # With a single chunk, saving the gradient of the logits takes no more memory than saving the weight gradient,
+        # which the backward pass can then add directly to the kept one.
+        is_added_later = kept is not None and len(targets) <= rows
+        is_trained = any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if is_trained else None
+        grad_weight = grad_logits = None
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(targets), rows):
+            chunk = slice(start, start + rows)
+            logits = product(hidden[chunk], weight)
+            loss += _loss_in_place(logits, targets[chunk], is_trained, limits)
+            if grad_hidden is None:
+                continue
+            grad_logits = logits
+            grad_hidden[chunk] = product(grad_logits, weight.t())
+            if is_added_later:
+                break
+            if not ctx.needs_input_grad[1]:
+                continue
+            own = product(grad_logits.t(), hidden[chunk].t())
+            # Several chunks are summed in float32; a single chunk needs no float32 copy.
+            if len(targets) > rows:
+                own = own.float() if grad_weight is None else grad_weight.add_(own)
+            grad_weight = own
+        ctx.save_for_backward(grad_hidden, grad_weight, *((grad_logits, hidden) if is_added_later else (None, None)))
+        ctx.weight_dtype, ctx.kept, ctx.vocab_chunk, ctx.product = weight.dtype, kept, limits.vocab_chunk, product
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_logits, hidden = ctx.saved_tensors
+        # In place, because the weight gradient is as large as the embedding.
+        grad_hidden.mul_(grad)
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None, None, None
+        if ctx.kept is None:
+            return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None, None
+        place, scale = ctx.kept.place(), float(grad)
+        if grad_logits is None:
+            place.add_(grad_weight, alpha=scale)
+        else:
+            # Part by part of the vocabulary, which bounds the temporary memory.
+            for part, own in zip(place.split(ctx.vocab_chunk), grad_logits.split(ctx.vocab_chunk, dim=1), strict=True):
+                part.add_(ctx.product(own.t(), hidden.t()), alpha=scale)
+        return grad_hidden, None, None, None, None, None
+
+
+def _loss_in_place(logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: ChunkSizes) -> Tensor:
+    """The summed loss. If `is_trained`, its gradient replaces the logits, in the compute dtype."""
+    rows = limits.float_rows(logits_NV.shape[1], on_cpu=logits_NV.device.type == "cpu")
+    loss = logits_NV.new_zeros((), dtype=torch.float32)
+    for start in range(0, len(targets_N), rows):
+        part = slice(start, start + rows)
+        values, picked = logits_NV[part].float(), targets_N[part, None]
+        peak, own = values.amax(1, keepdim=True), values.gather(1, picked)
+        # Each logit's exponential is used for both the loss and the gradient.
+        total = values.sub_(peak).exp_().sum(1, keepdim=True)
+        loss += (peak + total.log() - own).sum()
+        if is_trained:
+            grad_logits = values.div_(total)
+            grad_logits.scatter_add_(1, picked, -torch.ones_like(total))
+            logits_NV[part] = grad_logits
+    return loss
+
+
+def fused_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    vocab_chunk: int,
+    product: Product = plain_product,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `labels` under softmax(hidden @ weight.T / temperature), and entropy of that distribution.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H], weight of a head without bias.
+        labels: [N], token ids.
+        temperatures: [N], float32, greater than 0.
+        vocab_chunk: vocabulary entries per slice.
+        product: computes `a @ b.T`.
+
+    Returns:
+        Log-probabilities and entropies, float32 [N] each. The entropies have no gradient.
+    """
+    return _FusedLogprobs.apply(hidden, weight, labels, temperatures, vocab_chunk, product)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        vocab_chunk: int,
+        product: Product,
+    ) -> tuple[Tensor, Tensor]:
+        inverse_temperatures = temperatures.float().reciprocal()[:, None]
+        peak = torch.full_like(temperatures, -torch.inf, dtype=torch.float32)
+        total = torch.zeros_like(peak)
+        weighted = torch.zeros_like(peak)
+        label_logits = torch.zeros_like(peak)
+        for start in range(0, weight.shape[0], vocab_chunk):
+            logits = product(hidden, weight[start : start + vocab_chunk]).float() * inverse_temperatures
+            new_peak = torch.maximum(peak, logits.amax(-1))
+            shrink = (peak - new_peak).exp()
+            exponentials = (logits - new_peak[:, None]).exp()
+            total = total * shrink + exponentials.sum(-1)
+            weighted = weighted * shrink + (exponentials * logits).sum(-1)
+            peak = new_peak
+            inside, column = _labels_in_slice(labels, start, logits.shape[1])
+            label_logits = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), label_logits)
+        log_partition = peak + total.log()
+        entropy = log_partition - weighted / total
+        ctx.save_for_backward(hidden, weight, labels, inverse_temperatures, log_partition)
+        ctx.vocab_chunk, ctx.product = vocab_chunk, product
+        ctx.mark_non_differentiable(entropy)
+        return label_logits - log_partition, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, inverse_temperatures, log_partition = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, weight.shape[0], ctx.vocab_chunk):
+            weight_slice = weight[start : start + ctx.vocab_chunk]
+            logits = ctx.product(hidden, weight_slice).float() * inverse_temperatures
+            inside, column = _labels_in_slice(labels, start, logits.shape[1])
+            grad_logits = (logits - log_partition[:, None]).exp().neg_()
+            grad_logits.scatter_add_(1, column[:, None], inside[:, None].float())
+            grad_logits = (grad_logits * (grad_logprobs[:, None] * inverse_temperatures)).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden += ctx.product(grad_logits, weight_slice.T)
+            if grad_weight is not None:
+                grad_weight[start : start + ctx.vocab_chunk] = ctx.product(grad_logits.T, hidden.T)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _labels_in_slice(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Whether each label is in a vocabulary slice, and its column in the slice (0 if it is not), both [N]."""
+    inside = (labels >= start) & (labels < start + width)
+    return inside, torch.where(inside, labels - start, 0)

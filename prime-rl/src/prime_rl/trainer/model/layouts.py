@@ -1,0 +1,361 @@
+"""Arranges a packed row for attention kernels that cannot keep the sequences of a row apart.
+
+A micro-batch is one row of T tokens with several sequences. Flash attention processes it directly. SDPA would build a
+T x T mask and compute T * T scores, nearly all of them masked: 30 times slower on a CPU for 64 sequences of 64 tokens.
+
+Grid: the sequences become short rows of a grid, and the results are gathered in the original order.
+
+PrefixTree: the common prefix of several sequences is computed once. RL trains on groups of completions of one prompt,
+and a token's hidden states depend only on the tokens before it, so all copies of a prompt have the same ones. Tokens
+with the same prefix are one node. The model runs on the nodes, and only attention runs on complete sequences. Results
+and gradients equal those of separate sequences, up to rounding.
+
+SequenceBlocks: nodes as in a PrefixTree, which attend in blocks of sequences of similar length (`blocked_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from prime_rl.trainer.kernels.blocked_attention import Block, attend_blocks
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.transport.weights import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Position of each of a packed row's T tokens in a grid of R rows of W cells."""
+
+    cells_T: Tensor
+    """Flat index of each token's cell, in R * W cells."""
+    position_ids_RW: Tensor
+    """Position ids. Padding after a row's last sequence continues its positions, so that it starts no new sequence."""
+
+    def scatter(self, row_1T: Tensor) -> Tensor:
+        """Arrange a packed row as [R, W], padded with 0."""
+        grid = row_1T.new_zeros(self.position_ids_RW.numel())
+        grid[self.cells_T] = row_1T[0]
+        return grid.view(self.position_ids_RW.shape)
+
+    def cost(self, hidden_size: int) -> int:
+        return layout_cost(self.position_ids_RW.numel(), self.position_ids_RW.shape[1], hidden_size)
+
+    def gather(self, grid_RWH: Tensor) -> Tensor:
+        """Collect the results of the T tokens in the packed row's order: [T, H]."""
+        return grid_RWH.flatten(0, 1).index_select(0, self.cells_T)
+
+
+def fold(
+    position_ids_1T: Tensor, hidden_size: int, device: torch.device | None = None, *, shares_rows: bool = True
+) -> Grid:
+    """Choose the cheaper of two layouts: the packed row itself, or a grid as wide as the longest sequence.
+
+    The positions are on the host, and the grid is for `device`, by default the host too.
+
+    As in Transformers' packed mask, a sequence starts at each position that is not the previous one plus 1. With
+    `shares_rows=False`, every sequence has a row of the grid to itself, for models that mix the sequences of a row.
+    """
+    device = device or position_ids_1T.device
+    positions = position_ids_1T[0].numpy()
+    starts = sequence_starts(positions)
+    lengths = np.diff(np.append(starts, len(positions)))
+    width = int(lengths.max())
+    if shares_rows:
+        rows, columns, row_count = _first_fit_decreasing(lengths, width)
+    else:
+        rows, columns, row_count = np.arange(len(lengths)), np.zeros_like(lengths), len(lengths)
+    unfolded_cost = layout_cost(len(positions), len(positions), hidden_size)
+    if shares_rows and layout_cost(row_count * width, width, hidden_size) >= unfolded_cost:
+        return Grid(torch.arange(len(positions), device=device), to_device(position_ids_1T, device))
+    within = np.arange(len(positions)) - np.repeat(starts, lengths)
+    cells = np.repeat(rows * width + columns, lengths) + within
+    last_start = np.zeros(row_count, dtype=np.int64)
+    np.maximum.at(last_start, rows, columns)
+    grid = np.arange(width)[None, :] - last_start[:, None]
+    grid.flat[cells] = positions
+    return Grid(to_device(torch.from_numpy(cells), device), to_device(torch.from_numpy(grid), device))
+
+
+def layout_cost(cells: int, width: int, hidden_size: int) -> int:
+    """Estimated cost of a block in units of 4 H FLOP. A cell takes 24 H^2 FLOP in linear layers, 4 H W in attention."""
+    return cells * (6 * hidden_size + width)
+
+
+def sequence_bounds(position_ids_1T: Tensor, device: torch.device | None = None) -> tuple[Tensor, int]:
+    """Start of each of a row's S sequences and the row's end, int32 [S + 1], and the length of the longest sequence.
+
+    The bounds are on `device`, by default that of the positions.
+    """
+    positions = position_ids_1T[0].cpu().numpy()
+    bounds = np.append(sequence_starts(positions), len(positions)).astype(np.int32)
+    return to_device(torch.from_numpy(bounds), device or position_ids_1T.device), int(np.diff(bounds).max())
+
+
+def sequence_starts(positions: np.ndarray) -> np.ndarray:
+    """Start indices of the sequences in a row, [S]."""
+    return np.flatnonzero(np.diff(positions, prepend=positions[0] - 2) != 1)
+
+
+def _first_fit_decreasing(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Assign sequences, longest first, to the first row with space. Returns rows, first columns and the row count."""
+    free = np.full(len(lengths), width)
+    rows = np.empty(len(lengths), dtype=np.int64)
+    for index in np.argsort(-lengths, kind="stable"):
+        row = int(np.argmax(free >= lengths[index]))
+        rows[index] = row
+        free[row] -= lengths[index]
+    row_count = int(rows.max()) + 1
+    columns = np.empty_like(rows)
+    used = np.zeros(row_count, dtype=np.int64)
+    for index, row in enumerate(rows.tolist()):
+        columns[index] = used[row]
+        used[row] += lengths[index]
+    return rows, columns, row_count
+
+
+SHARED = "sdpa_shared_prefixes"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Prefix tree of T tokens in S sequences, with N nodes. Attention runs on S rows as wide as the longest one, W."""
+
+    node_of_token_T: Tensor
+    token_of_node_N: Tensor
+    """Index of one of the node's tokens."""
+    node_of_cell_SW: Tensor
+    """Padding on the right repeats the sequence's last node; causal attention hides it from the other cells."""
+    cell_of_node_N: Tensor
+    """Flat index of a cell that has the node's attention output."""
+
+    def cost(self, hidden_size: int) -> int:
+        """Estimated cost, in the units of `layout_cost`: linear layers run on nodes, attention on cells."""
+        cells, width = self.node_of_cell_SW.numel(), self.node_of_cell_SW.shape[1]
+        return layout_cost(len(self.token_of_node_N), 0, hidden_size) + layout_cost(cells, width, 0)
+
+    def options(self) -> dict[str, Any]:
+        """Model arguments for the attention function. The empty mask keeps Transformers from building one."""
+        nothing = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.node_of_token_T.device)
+        return {
+            "attention_mask": nothing,
+            "node_of_cell": self.node_of_cell_SW,
+            "cell_of_node": self.cell_of_node_N,
+        }
+
+
+class Nodes(NamedTuple):
+    """The prefix tree of a packed row of T tokens, without an arrangement for attention."""
+
+    node_of_token_T: np.ndarray
+    token_of_node_N: np.ndarray
+    """Index of one of the node's tokens."""
+    spans: list[range]
+    """The tokens of each sequence that have a node, sequences with a common prefix next to each other."""
+    shared: list[int]
+    """Number of each sequence's first tokens whose nodes it shares with the sequence before it."""
+
+
+def prefix_nodes(input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False) -> Nodes | None:
+    """Find the common prefixes of a packed row's sequences. Returns None if no two sequences have one.
+
+    `without_last`: the last token of a sequence, after which nothing is predicted, has no node of its own. It refers to
+    that of the token before it.
+    """
+    ids, positions = input_ids_1T[0].cpu().numpy(), position_ids_1T[0].cpu().numpy()
+    starts = sequence_starts(positions)
+    bounds = [*starts.tolist(), len(ids)]
+    spans = [range(start, max(stop - without_last, start + 1)) for start, stop in pairwise(bounds)]
+    # In sorted order, each sequence shares its longest common prefix with the one before it.
+    spans.sort(key=lambda span: (positions[span.start], ids[span.start : span.stop].tolist()))
+    shared = [_common_prefix_length(ids, positions, *pair) for pair in pairwise([range(0), *spans])]
+    if not any(shared):
+        return None
+    node_of_token = np.empty(len(ids), dtype=np.int64)
+    tokens: list[np.ndarray] = []
+    count = 0
+    before = range(0)
+    for span, common in zip(spans, shared, strict=True):
+        node_of_token[span.start : span.start + common] = node_of_token[before.start : before.start + common]
+        own = np.arange(span.start + common, span.stop)
+        node_of_token[own] = np.arange(count, count + len(own))
+        tokens.append(own)
+        count += len(own)
+        before = span
+    if without_last:
+        last = np.array(bounds[1:]) - 1
+        node_of_token[last] = node_of_token[np.maximum(last - 1, starts)]
+    return Nodes(node_of_token, np.concatenate(tokens), spans, shared)
+
+
+def find_shared_prefixes(
+    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False
+) -> PrefixTree | None:
+    """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix.
+
+    `without_last` as in `prefix_nodes`.
+    """
+    nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last)
+    return None if nodes is None else _tree(nodes, input_ids_1T.device)
+
+
+def shared_prefix_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention behind Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out.
+
+    B = 1 for blocks (`blocks`) and for a prefix tree (`node_of_cell`). Without either, this is SDPA.
+
+    Raises:
+        ModelError: the model needs a soft cap, sinks or a bias of the scores.
+    """
+    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ModelError(f"{type(module).__name__} is not supported by SDPA: soft caps, sinks or biases of scores")
+    blocks, window = options.pop("blocks", None), options.get("sliding_window")
+    if blocks is not None:
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return attend_blocks(q, k, v, blocks, options["scaling"], window)[None], None
+    node_of_cell, cell_of_node = options.pop("node_of_cell", None), options.pop("cell_of_node", None)
+    if node_of_cell is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    queries, keys, values = (_gather_cells(states, node_of_cell) for states in (query, key, value))
+    mask = _window_mask(node_of_cell.shape[1], window, query.device)
+    outcome, _ = sdpa_attention_forward(module, queries, keys, values, mask, **options)
+    return outcome.flatten(0, 1).index_select(0, cell_of_node)[None], None
+
+
+AttentionInterface.register(SHARED, shared_prefix_attention)
+AttentionMaskInterface.register(SHARED, sdpa_mask)
+
+
+def _common_prefix_length(ids: np.ndarray, positions: np.ndarray, first: range, second: range) -> int:
+    """Length of the common prefix of two sequences."""
+    length = min(len(first), len(second))
+    if length == 0 or positions[first.start] != positions[second.start]:
+        return 0
+    differs = ids[first.start : first.start + length] != ids[second.start : second.start + length]
+    return int(np.argmax(differs)) if differs.any() else length
+
+
+def _tree(nodes: Nodes, device: torch.device) -> PrefixTree:
+    width = max(map(len, nodes.spans))
+    starts, lengths = np.array([[span.start, len(span)] for span in nodes.spans]).T
+    columns = np.minimum(np.arange(width)[None, :], lengths[:, None] - 1)
+    node_of_cell = nodes.node_of_token_T[starts[:, None] + columns]
+    cell_of_node = np.zeros(len(nodes.token_of_node_N), dtype=np.int64)
+    is_token = np.arange(width)[None, :] < lengths[:, None]
+    cell_of_node[node_of_cell[is_token]] = np.flatnonzero(is_token)
+    arrays = (nodes.node_of_token_T, nodes.token_of_node_N, node_of_cell, cell_of_node)
+    return PrefixTree(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _gather_cells(states_1HND: Tensor, node_of_cell_SW: Tensor) -> Tensor:
+    """Expand nodes to cells: [1, heads, N, D] to [S, heads, W, D]."""
+    rows = states_1HND[0].transpose(0, 1).index_select(0, node_of_cell_SW.flatten())
+    return rows.unflatten(0, node_of_cell_SW.shape).transpose(1, 2)
+
+
+def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None or window >= width:
+        return None
+    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+_SCORES = 1 << 19
+"""Scores of one block, over all heads: 1 MB in bfloat16 and 2 MB in float32, which fit into a core's cache."""
+_MOST_QUERIES = 128
+"""Queries per sequence and block. Fewer compute less of what the causal mask discards, but read keys more often."""
+_LONG_SCORES = 1 << 24
+"""Most scores of a block of one long sequence, over all heads: 64 MB in float32."""
+_PADDING, _CALL_SCORES = 1.25, 4096
+"""Sequences share a block up to this ratio of padded to useful scores. A block of its own costs as much time as
+`_CALL_SCORES` more of them in each head."""
+_WIDTH_MULTIPLE = 32
+"""PyTorch's bfloat16 softmax takes twice the time on other widths."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """A packed row of T tokens as N nodes, and the blocks in which they attend."""
+
+    node_of_token_T: Tensor
+    token_of_node_N: Tensor
+    blocks: list[Block]
+
+    def options(self) -> dict[str, Any]:
+        """Model arguments for the attention function. The empty mask keeps Transformers from building one."""
+        return {"attention_mask": torch.empty(1, 1, 1, 1, dtype=torch.bool), "blocks": self.blocks}
+
+
+def find_sequence_blocks(
+    input_ids_1T: Tensor, position_ids_1T: Tensor, heads: int, *, without_last: bool = False
+) -> SequenceBlocks:
+    """Arrange a packed row for a model with `heads` query heads. Common prefixes are computed once.
+
+    `without_last` as in `prefix_nodes`. It has no effect on a row without common prefixes.
+    """
+    nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last) or _separate(position_ids_1T)
+    groups = _groups(nodes, max(1, _SCORES // heads))
+    blocks = [block for members in groups for block in _blocks(nodes, members, max(1, _LONG_SCORES // heads))]
+    return SequenceBlocks(torch.from_numpy(nodes.node_of_token_T), torch.from_numpy(nodes.token_of_node_N), blocks)
+
+
+def _separate(position_ids_1T: Tensor) -> Nodes:
+    """Every token is a node."""
+    positions = position_ids_1T[0].numpy()
+    tokens = np.arange(len(positions))
+    bounds = [*sequence_starts(positions).tolist(), len(positions)]
+    spans = [range(start, stop) for start, stop in pairwise(bounds)]
+    return Nodes(tokens, tokens, spans, [0] * len(spans))
+
+
+def _groups(nodes: Nodes, limit: int) -> Iterator[list[int]]:
+    """Group sequences of similar shape, whose scores [C, Q, W] stay below `limit` unless C = 1. Yields indices."""
+    shapes = sorted(zip(nodes.shared, map(len, nodes.spans), range(len(nodes.spans)), strict=True))
+    members: list[int] = []
+    first = width = useful = 0
+    for shared, length, index in shapes:
+        if shared == length:
+            continue  # every token has a node already
+        own = (length - shared) * length
+        wider = max(width, length)
+        padded = (len(members) + 1) * (wider - first) * wider
+        if members and (padded > limit or padded > _PADDING * (useful + own) + _CALL_SCORES):
+            yield members
+            members, useful, wider = [], 0, length
+        first = shared if not members else first
+        members, useful, width = [*members, index], useful + own, wider
+    if members:
+        yield members
+
+
+def _blocks(nodes: Nodes, members: list[int], limit: int) -> Iterator[Block]:
+    """The blocks of a group: its queries in order, each block with the keys up to its last query.
+
+    `limit` is the most scores of a block, in each head.
+    """
+    spans, shared = [nodes.spans[index] for index in members], np.array([nodes.shared[index] for index in members])
+    lengths = np.array([len(span) for span in spans])
+    starts = np.array([span.start for span in spans])
+    first, end = int(shared.min()), int(lengths.max())
+    width = -(-end // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    columns = np.arange(width)
+    tokens = starts[:, None] + np.minimum(columns, lengths[:, None] - 1)
+    nodes_CW = nodes.node_of_token_T[tokens]
+    is_own = (columns >= shared[:, None]) & (columns < lengths[:, None])
+    targets_CW = np.where(is_own, nodes_CW, len(nodes.token_of_node_N))
+    step = min(max(limit // (len(members) * width), 1), _MOST_QUERIES)
+    for start in range(first, end, step):
+        stop = min(start + step, end)
+        seen = -(-stop // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        yield Block(torch.from_numpy(nodes_CW[:, :seen]), start, torch.from_numpy(targets_CW[:, start:stop]))

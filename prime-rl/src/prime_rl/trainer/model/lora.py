@@ -1,0 +1,428 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
+
+An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
+projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
+Exports are in PEFT's format, which PEFT and vLLM load directly.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from prime_rl.configs.model import LoRAConfig, is_regex
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.utils.logger import get_logger
+
+EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stacked expert weights, and the projections that are concatenated in each of them."""
+
+PROJECTIONS = tuple(part for parts in EXPERT_PROJECTIONS.values() for part in parts)
+_STACKED_EXPERTS = "experts"
+"""Target name of stacked experts. A default target, so models without experts may not have it."""
+_MODULES = dict[str, nn.Module]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedModules:
+    """The selected modules by path: linear layers and stacked experts to adapt, and modules to train in full."""
+
+    linear: dict[str, nn.Linear]
+    experts: _MODULES
+    saved: _MODULES
+    """Modules to train in full. Each has parameters."""
+
+
+def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModules:
+    """Select the modules in `target_modules` and `modules_to_save`. If both match a module, it is trained in full.
+
+    Raises:
+        ModelError: a name matches no module, or a module that cannot be adapted.
+    """
+    owners = {path: module for path, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    linear = {path: module for path, module in owners.items() if isinstance(module, nn.Linear)}
+    experts = {path: module for path, module in owners.items() if is_stacked(module)}
+    saved = _selected(config.modules_to_save, owners)
+    for pattern in config.modules_to_save:
+        if not _selected([pattern], owners):
+            raise ModelError(_no_match("modules_to_save", pattern, owners, "module with weights"))
+    chosen = SelectedModules(
+        {path: module for path, module in _selected(config.target_modules, linear).items() if path not in saved},
+        {path: module for path, module in _selected(config.target_modules, experts).items() if path not in saved},
+        saved,
+    )
+    for pattern in config.target_modules:
+        _check_target(pattern, linear, experts, chosen)
+    if not (chosen.linear or chosen.experts):
+        raise ModelError(f"model.lora.target_modules matches nothing to adapt: {_listed(config.target_modules)}")
+    for path, layer in chosen.linear.items():
+        _check_linear(path, layer, owners)
+    for path, module in chosen.experts.items():
+        _check_experts(path, module, model, config)
+    return chosen
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches the module at `path`.
+
+    A plain name matches one or more consecutive components of the path ("self_attn.q_proj"). A pattern with one of the
+    characters ``^$*+?{}[]|()\\`` is a regular expression that may match anywhere in the path.
+    """
+    if is_regex(pattern):
+        return re.search(pattern, path) is not None
+    return f".{pattern}." in f".{path}."
+
+
+def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[str, ModuleT]:
+    return {path: module for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether `module` stores the weights of several experts in one tensor."""
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: SelectedModules) -> None:
+    either: _MODULES = {**linear, **experts}
+    if _selected([pattern], either):
+        return
+    inside = [path for path in experts for part in PROJECTIONS if matches(pattern, f"{path}.0.{part}")]
+    if inside and not chosen.experts:
+        raise ModelError(
+            f'model.lora.target_modules: "{pattern}" is a projection of the stacked experts {inside[0]}, which '
+            f'can only be adapted together: use "{_STACKED_EXPERTS}"'
+        )
+    if not inside and pattern != _STACKED_EXPERTS:
+        raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
+
+
+def _no_match(key: str, pattern: str, modules: _MODULES, kind: str) -> str:
+    components = {part for path in modules for part in path.split(".") if not part.isdigit()}
+    leaves = {path.rpartition(".")[2] for path in modules}
+    near = get_close_matches(pattern, sorted(components)) or sorted(leaves)
+    return f'model.lora.{key}: "{pattern}" matches no {kind} of this model; nearest: {_listed(near)}'
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _check_linear(path: str, module: nn.Linear, owners: _MODULES) -> None:
+    for other_path, other in owners.items():
+        if other is not module and any(weight is module.weight for weight in other.parameters(recurse=False)):
+            raise ModelError(
+                f"model.lora.target_modules: {path} shares its weight with {other_path}, so it cannot be adapted "
+                f'alone; to train both, set model.lora.modules_to_save = ["{path}"] and remove it from target_modules'
+            )
+
+
+def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config: LoRAConfig) -> None:
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    is_known = all(getattr(module, name, None) is value for name, value in wanted.items())
+    if not (is_known and _has_hub_names(path, module, model)):
+        raise ModelError(
+            f"model.lora.target_modules: {path} ({type(module).__name__}) stores its experts in a format that is not "
+            f"supported; remove {_STACKED_EXPERTS} from target_modules"
+        )
+
+
+def _has_hub_names(path: str, module: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether the hub format names each expert's projections the way its adapter will be named."""
+    state = {f"{path}.{name}": torch.empty_like(getattr(module, name), device="meta") for name in EXPERT_PROJECTIONS}
+    return {f"{path}.0.{part}.weight" for part in PROJECTIONS} <= revert_weight_conversion(model, state).keys()
+
+
+_SEED = 0
+
+
+class LowRank(nn.Module):
+    """Computes `scale * B A x`, which is zero before training.
+
+    A [*stack, rank, in] is initialized uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), and B [*stack, out, rank]
+    with zeros, in the dtype and on the device of the adapted weight. `stack` is empty or the number of experts.
+    """
+
+    def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int, generator: torch.Generator) -> None:
+        super().__init__()
+        *stack, _, in_features = weight.shape
+        self.A = nn.Parameter(weight.new_empty(*stack, config.rank, in_features))
+        self.B = nn.Parameter(weight.new_zeros(*stack, out_features, config.rank))
+        if not weight.is_meta:
+            bound = 1 / math.sqrt(in_features)
+            # Drawn on the CPU with one generator, so that values do not depend on device or number of processes.
+            drawn = torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator)
+            self.A.data.copy_(drawn)
+        self.rank, self.alpha = config.rank, config.alpha
+        self.dropout = nn.Dropout(config.dropout)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return self.product(x, self.A, self.B)
+
+    def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Like `forward`, with the A and B of one expert."""
+        return nn.functional.linear(nn.functional.linear(self.dropout(x), a), b) * self.scale
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """The equivalent weight update `scale * B A`, float32 [*stack, out, in]. Collective."""
+        return (full_tensor(self.B).float() @ full_tensor(self.A).float()) * self.scale
+
+
+class _StackedExperts(Protocol):
+    """A module of stacked experts (one weight tensor per projection) after adapters have been added."""
+
+    down_proj: Tensor
+    lora: nn.ModuleDict
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
+    """Freeze `model` except for `modules_to_save`, and add the adapters in `config`. None changes nothing.
+
+    Frozen weights are only read in the compute dtype, so they are stored in it if it is smaller than their own. Those
+    that Transformers loads in float32 stay in it, because exports do too.
+
+    Raises:
+        ModelError: a target name matches no module, or a module that cannot be adapted.
+    """
+    if config is None:
+        return model
+    chosen = select_modules(model, config)
+    generator = torch.Generator().manual_seed(_SEED)
+    model.requires_grad_(False)
+    for module in chosen.saved.values():
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
+    for module in chosen.linear.values():
+        module.lora = LowRank(config, module.weight, module.weight.shape[0], generator)
+        module.register_forward_hook(_add_low_rank)
+    for module in chosen.experts.values():
+        _adapt_experts(module, config, generator)
+    in_float32 = float32_names(model, compute_dtype)
+    for name, parameter in model.named_parameters():
+        is_larger = compute_dtype.itemsize < parameter.dtype.itemsize
+        if not parameter.requires_grad and is_larger and not in_float32.search(name):
+            parameter.data = parameter.data.to(compute_dtype)
+    return model
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether `model` has adapters."""
+    return any(isinstance(module, LowRank) for module in model.modules())
+
+
+def log_adapters(model: nn.Module) -> None:
+    """Log the number of adapters and of trained parameters."""
+    count = sum(isinstance(module, LowRank) for module in model.modules())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+    get_logger().info(f"LoRA: {count} adapters, {trained:,} of {total:,} parameters trained ({trained / total:.2%})")
+
+
+def adapter_parameter_names(model: nn.Module) -> set[str]:
+    """Names of the adapters' parameters, which are not part of the model's hub format."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, LowRank)
+        for name, _ in module.named_parameters()
+    }
+
+
+def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Return the full `weight` of parameter `name` plus its adapter's update, if there is one. Collective."""
+    path, _, leaf = name.rpartition(".")
+    lora = getattr(model.get_submodule(path), "lora", None)
+    if isinstance(lora, LowRank) and leaf == "weight":
+        return weight.float() + lora.delta()
+    if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PROJECTIONS:
+        return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
+    return weight
+
+
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Matches the names of weights that Transformers loads in float32 if the model is in `dtype`, such as routers."""
+    return re.compile("|".join(model._get_dtype_plan(dtype)).replace("*", ".*") or "(?!)")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a DTensor's shards into the full tensor; other tensors are returned as they are. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    assert isinstance(module.lora, LowRank)
+    added: Tensor = module.lora(inputs[0])
+    return output + added
+
+
+def _adapt_experts(experts: nn.Module, config: LoRAConfig, generator: torch.Generator) -> None:
+    loras = nn.ModuleDict()
+    experts.lora = loras
+    for name, parts in EXPERT_PROJECTIONS.items():
+        weight = getattr(experts, name)
+        for part in parts:
+            loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts), generator)
+    experts.forward = MethodType(_experts_forward, experts)
+
+
+def _parts_of(loras: nn.ModuleDict, name: str) -> list[LowRank]:
+    """The adapters of the stacked weight `name`."""
+    return [cast("LowRank", loras[part]) for part in EXPERT_PROJECTIONS[name]]
+
+
+def _experts_forward(
+    experts: _StackedExperts, hidden_NH: Tensor, top_k_index_NK: Tensor, top_k_weights_NK: Tensor
+) -> Tensor:
+    """Forward pass of Transformers' stacked experts, with each expert's adapters applied separately.
+
+    Merging adapters into the weights would need no loop over experts, but bfloat16 rounding would lose small updates.
+    """
+    order = top_k_index_NK.flatten().argsort(stable=True)
+    token = order // top_k_index_NK.shape[1]
+    counts = top_k_index_NK.flatten().bincount(minlength=len(experts.down_proj)).tolist()
+    gate_up, down = (_expert_projections(experts, name) for name in ("gate_up_proj", "down_proj"))
+    outputs = [
+        down_of(experts._apply_gate(gate_up_of(x)))
+        for x, gate_up_of, down_of in zip(hidden_NH[token].split(counts), gate_up, down, strict=True)
+    ]
+    weighted = torch.cat(outputs) * top_k_weights_NK.flatten()[order, None]
+    return torch.zeros_like(hidden_NH).index_add_(0, token, weighted.to(hidden_NH.dtype))
+
+
+def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Tensor]]:
+    """For each expert, a function that projects its tokens with weight `name` and its adapters."""
+    loras = _parts_of(experts.lora, name)
+    # Unbind once instead of indexing per expert, so that the backward pass is linear in the number of experts.
+    weights = getattr(experts, name).unbind()
+    factors = [zip(lora.A.unbind(), lora.B.unbind(), strict=True) for lora in loras]
+    return [partial(_project, weight, loras, own) for weight, *own in zip(weights, *factors, strict=True)]
+
+
+def _project(weight: Tensor, loras: list[LowRank], factors: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+    added = [lora.product(x, a, b) for lora, (a, b) in zip(loras, factors, strict=True)]
+    return nn.functional.linear(x, weight) + torch.cat(added, dim=-1)
+
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """Contents of PEFT's files `adapter_model.safetensors` (`state`) and `adapter_config.json` (`config`)."""
+
+    state: dict[str, Tensor]
+    config: dict[str, Any]
+
+
+@torch.no_grad()
+def gather_adapter(model: PreTrainedModel, dtype: torch.dtype) -> PeftAdapter:
+    """Copy all adapters and fully trained modules to host memory, in `dtype`. Collective.
+
+    Only rank 0 gets the tensors; `state` is empty on the others.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in _trained_tensors(model):
+        full = full_tensor(tensor)
+        if dist.get_rank() == 0:
+            state |= {_PREFIX + own: part.to("cpu", dtype, copy=True) for own, part in _hub_tensors(name, full)}
+    return PeftAdapter(state, peft_config(model))
+
+
+def peft_config(model: PreTrainedModel) -> dict[str, Any]:
+    """The fields of PEFT's `LoraConfig` that describe the adapters of `model`."""
+    lora = next(module for module in model.modules() if isinstance(module, LowRank))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": _place(model.config.name_or_path),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        # PEFT does not support dropout for stacked experts, and inference does not need it.
+        "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
+        **_targets(model),
+        "modules_to_save": [path for path, _ in _saved_modules(model)] or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def _place(model: str | None) -> str | None:
+    """A hub id, or a folder's full path: read from another directory, a relative path would be taken for a hub id."""
+    return str(Path(model).absolute()) if model and Path(model).is_dir() else model
+
+
+def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
+    """PEFT's target names: the last component of an adapted path if it is unambiguous, otherwise the full path.
+
+    In models with stacked experts, PEFT treats every module that is named like an expert's projection as one. Linear
+    layers with such names outside the experts are therefore listed in `target_parameters`.
+    """
+    linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    has_adapter = {path: hasattr(module, "lora") for path, module in linear.items()}
+    last = {path: path.rpartition(".")[2] for path in has_adapter}
+    shared = {last[path] for path in has_adapter if not has_adapter[path]}
+    taken = set(PROJECTIONS) if any(map(is_stacked, model.modules())) else set()
+    adapted = [path for path in has_adapter if has_adapter[path]]
+    names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
+    parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
+    parts = PROJECTIONS if _has_adapted_experts(model) else ()
+    return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
+
+
+def _has_adapted_experts(model: PreTrainedModel) -> bool:
+    return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
+
+
+def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield trained tensors under PEFT's names, with the experts' tensors still stacked."""
+    for path, module in model.named_modules():
+        if isinstance(module, LowRank):
+            # `<path>.lora` of a linear layer, `<path>.lora.<part>` of stacked experts.
+            base = path.removesuffix(".lora").replace(".lora.", ".")
+            yield f"{base}.lora_A.weight", module.A
+            yield f"{base}.lora_B.weight", module.B
+    for path, module in _saved_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", parameter
+
+
+def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not isinstance(module, LowRank) and own and all(parameter.requires_grad for parameter in own):
+            yield path, module
+
+
+def _hub_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensor itself, or each expert's tensor if they are stacked, under its hub name."""
+    if ".lora_" not in name or tensor.ndim == 2:
+        yield name, tensor
+        return
+    module, part, factor, leaf = name.rsplit(".", 3)
+    for index, own in enumerate(tensor):
+        yield f"{module}.{index}.{part}.{factor}.{leaf}", own

@@ -1,0 +1,144 @@
+"""Lays the trainer's processes out along axes: which weights a process holds, and which rows it trains on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from prime_rl.configs.model import ModelConfig, replication_fault
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.world import Process
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Names of the mesh axes along which processes read different rows. Along any other axis they share rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxis:
+    """A process's position among those that read different rows.
+
+    Use it to divide rows, to sum over rows and to normalize the loss. Processes with the same `data_rank` read the same
+    rows, so a sum over processes would count those more than once.
+    """
+
+    data_rank: int
+    data_size: int
+    group: dist.ProcessGroup | None = None
+    """Connects one process of each data rank, in order. None is the default group, of all processes."""
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> DataAxis:
+        """The data axis of this process in a mesh of all processes. Collective."""
+        groups = data_groups(mesh.mesh, mesh.mesh_dim_names or ())
+        own = next(group for group in groups if mesh.get_rank() in group)
+        # One group of all processes is the default group.
+        group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
+        return cls(own.index(mesh.get_rank()), len(own), group)
+
+    @property
+    def collective_group(self) -> dist.ProcessGroup | None:
+        """The group for a collective of another module; None if there is only one data rank."""
+        return (self.group or dist.group.WORLD) if self.data_size > 1 else None
+
+    def sum(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """Each of `values` summed over the data ranks, in float64. Collective."""
+        if self.data_size == 1:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(totals, group=self.group)
+        return totals.tolist()
+
+    def sum_counts(self, counts: Sequence[int]) -> list[int]:
+        """Each of `counts` summed over the data ranks, without waiting for a GPU. Collective."""
+        if self.data_size == 1:
+            return list(counts)
+        totals = torch.tensor(counts)
+        dist.all_reduce(totals, group=self.group)
+        return totals.tolist()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all data ranks, in order, on data rank 0; None on the others. Collective.
+
+        A value may hold tensors, numbers and texts, in lists, tuples and dictionaries.
+        """
+        if self.data_size == 1:
+            return [value]
+        content = io.BytesIO()
+        torch.save(value, content)
+        gathered: list[Any] | None = [None] * self.data_size if self.data_rank == 0 else None
+        dist.gather_object(content.getvalue(), gathered, group=self.group, group_dst=0)
+        if gathered is None:
+            return None
+        # By itself torch pickles tensors in a way that loads without limits.
+        return [torch.load(io.BytesIO(each), weights_only=True) for each in gathered]
+
+
+def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:
+    """The groups of processes that read different rows, each in order of data rank.
+
+    `ranks` is the mesh: process ranks by their position along the axes that `axis_names` lists.
+    """
+    data_axes = [axis for axis, name in enumerate(axis_names) if name in DATA_AXES]
+    by_data_rank = ranks.movedim(data_axes, list(range(len(data_axes))))
+    data_size = by_data_rank.shape[: len(data_axes)].numel()
+    return by_data_rank.reshape(data_size, -1).T.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """All processes of the trainer along axes, as seen from one of them.
+
+    A function takes the part it needs: `process` to log, write files and place tensors, `fsdp` to shard weights,
+    `data_axis` to divide rows and to sum over them.
+    """
+
+    process: Process
+    fsdp: DeviceMesh
+    """Weights are sharded over its last axis, and replicated over the first of two."""
+    data_axis: DataAxis
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Sizes of the data-parallel axes: `dp_replicate` copies of the model, each sharded over `dp_shard` processes.
+
+    Each process reads its own rows, so the two axes together are the data axis.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, process: Process) -> ParallelDims:
+        """Divide the processes as `config` says.
+
+        Raises:
+            TrainerError: the number of processes is not a multiple of `model.dp_replicate`.
+        """
+        if fault := replication_fault(config, process.world_size):
+            raise TrainerError(fault)
+        return cls(config.dp_replicate, process.world_size // config.dp_replicate)
+
+    def mesh(self, process: Process) -> Mesh:
+        """Lay the processes out: one axis for FSDP, or two (replicate, shard) for HSDP. Collective."""
+        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        if self.dp_replicate == 1:
+            del axes["dp_replicate"]
+        fsdp = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return Mesh(process, fsdp, DataAxis.from_mesh(fsdp))
+
+
+def setup_mesh(config: ModelConfig, process: Process) -> Mesh:
+    """The mesh that `config` asks for. Collective.
+
+    Raises:
+        TrainerError: the processes cannot be divided so.
+    """
+    return ParallelDims.from_config(config, process).mesh(process)
