@@ -158,6 +158,8 @@ class Lazy:
     command's options; `words` gets the config's files and overrides. Without `options`, Typer reads its parameters."""
     summary: str
     """First sentence of its docstring, for the list of commands."""
+    hidden: Sequence[str] = ()
+    """Options that its help does not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ def _load(program: str, name: str, lazy: Lazy) -> Any:
     if "options" not in hints:
         app.command(name, epilog=examples_of(app, name), context_settings=_HELP_OPTIONS)(run)
     elif "words" in hints:
-        add_command(app, name, hints["options"], run)
+        add_command(app, name, hints["options"], run, lazy.hidden)
     else:
         add_command_without_config(app, name, hints["options"], run)
     command = typer.main.get_command(app)

@@ -6,7 +6,7 @@ Every submission goes through `submit`, also those of `medarc_slurm`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +24,7 @@ from medarc_rl.backends.options import (
     SlurmOptions,
 )
 from medarc_rl.backends.protocol import OPTIONS, Kind, Prepared, Request, backend
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
+from medarc_rl.cli import Group, Lazy, Resume, new_app, resume_words, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job
 
@@ -103,17 +103,27 @@ def sagemaker_policy(options: PolicyOptions) -> int:
     return print_policies(options)
 
 
+HIDDEN = tuple(field.name for field in fields(SlurmOptions) if field.name != "project_dir")
+"""Options that `medarc_slurm --help` shows."""
+COMMANDS: Mapping[str, Lazy | Group] = {
+    "sft": Lazy("medarc_rl.medarc_submit:sft", "Submit supervised fine-tuning.", HIDDEN),
+    "rl": Lazy(
+        "medarc_rl.medarc_submit:rl",
+        "Submit reinforcement learning: inference server, orchestrator and trainer.",
+        HIDDEN,
+    ),
+    "eval": Lazy("medarc_rl.medarc_submit:evaluate", "Submit an evaluation of a model and its checkpoints.", HIDDEN),
+    "sagemaker-policy": Lazy(
+        "medarc_rl.medarc_submit:sagemaker_policy",
+        "Print the least rights that submissions to SageMaker and their jobs need, as IAM policies in JSON.",
+    ),
+}
 app = new_app(
     "medarc_submit",
     "Submit a run to Kubernetes, Ray or SageMaker, from a TOML file. For Slurm, take medarc_slurm, or its options with "
     "--to slurm.",
+    COMMANDS,
 )
-HIDDEN = [field.name for field in fields(SlurmOptions) if field.name != "project_dir"]
-"""Options that `medarc_slurm --help` shows."""
-add_command(app, "sft", SftOptions, sft, hidden=HIDDEN)
-add_command(app, "rl", RlOptions, rl, hidden=HIDDEN)
-add_command(app, "eval", EvalOptions, evaluate, hidden=HIDDEN)
-add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
 
 
 def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
