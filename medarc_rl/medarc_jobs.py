@@ -25,11 +25,16 @@ CODES: Mapping[State, int] = {"succeeded": 0, "failed": 1, "cancelled": 3, "unkn
 """Exit codes of `wait`."""
 _WORST_FIRST: Sequence[State] = ("failed", "cancelled", "unknown")
 TIMED_OUT = 124
+"""The exit code of `timeout`."""
 INTERRUPTED = 130
 _ASKS_AT_ONCE = 8
+"""Threads that ask back-ends: each call mostly waits for a program or a server."""
 _MAX_LINE_CHARS = 10_000
+"""A longer line of a job's output is cut: a terminal would hang on a megabyte without a line break."""
 _MOST_FAILED_ASKS = 10
+"""Failed calls of one job's back-end in a row after which `wait` gives up."""
 _MAX_CHARS = 40
+"""Characters of a column of `list`. Only the last one may be longer."""
 Job = Annotated[str, Argument(metavar="JOB", help=f"Name, key or id of a job, or `{LAST}`, the newest one.")]
 Jobs = Annotated[list[str], Argument(metavar="JOB", help=f"Names, keys or ids of jobs, or `{LAST}`, the newest one.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]

@@ -26,8 +26,8 @@ from medarc_rl.backends.slurm import (
     sh_quote,
     walltime_s,
 )
-from medarc_rl.checks.job import Unreadable, job_environment
-from medarc_rl.errors import UsageError
+from medarc_rl.checks.job import job_environment
+from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
 
@@ -327,7 +327,7 @@ def test_a_secret_that_bash_cannot_read_stays_out_of_the_log(
     assert done.stderr.startswith(says.format(file))
     assert [call["env"]["B"] for call in programs.calls] == ["2"] * (not code)
     if code:
-        with pytest.raises(Unreadable, match="bash cannot read it: put quotes around"):
+        with pytest.raises(MedarcError, match="bash cannot read it: put quotes around"):
             job_environment(job, os.environ)
 
 
@@ -341,7 +341,7 @@ def test_a_dot_env_from_windows_is_refused_before_its_values_are_used(project, t
     done = run_script(job, tmp_path)
     advice = r'end as on Windows: run sed -i "s/\r$//" on it'
     assert (done.returncode, done.stderr) == (1, f"error: the lines of {file} {advice}\n")
-    with pytest.raises(Unreadable, match=re.escape(f"its lines {advice}")):
+    with pytest.raises(MedarcError, match=re.escape(f"its lines {advice}")):
         job_environment(job, os.environ)
     subprocess.run(["sed", "-i", r"s/\r$//", file], check=True)
     assert run_script(job, tmp_path).returncode == 0

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_submit
-from medarc_rl.backends.ray.backend import RayJobs, RayPrepared
+from medarc_rl.backends.ray.backend import PreparedDriver, Ray
 from medarc_rl.backends.ray.cluster import _end_if_asked
 from medarc_rl.backends.ray.driver import _options
 from medarc_rl.deployment import gpus_of_nodes
@@ -83,7 +83,7 @@ def submitted(directory: Path, config: str, program: str) -> JobRecord:
     file, out = directory / "sft.toml", directory / "run"
     file.write_text(config)
     details = {"host": socket.gethostname(), "log": str(out / "ray" / "log"), "end": str(out / "ray" / "end")}
-    prepared = RayPrepared(
+    prepared = PreparedDriver(
         name="job",
         output=str(out),
         text="",
@@ -93,7 +93,7 @@ def submitted(directory: Path, config: str, program: str) -> JobRecord:
         argv=(sys.executable, "-c", program),
         config=out / "ray" / "config.toml",
     )
-    texts = {"id": RayJobs().submit(prepared).id, "kind": "sft", "config": str(file), "output": str(out)}
+    texts = {"id": Ray().submit(prepared).id, "kind": "sft", "config": str(file), "output": str(out)}
     return JobRecord(**{"name": "job", "backend": "ray", **texts, **circumstances("medarc_submit"), "details": details})
 
 
@@ -113,7 +113,7 @@ def test_a_directory_has_one_driver_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "configs" / "trainer.toml").read_bytes() == written
     assert (tmp_path / "run" / "ray" / "config.toml").read_bytes() == written, "the driver reads a file of its own"
     os.kill(int(first.id.partition(".")[0]), signal.SIGKILL)
-    while RayJobs().status(first).state == "running":
+    while Ray().status(first).state == "running":
         os.sched_yield()
     (tmp_path / "run" / "ray" / "log").unlink()
     submitted(tmp_path, SFT.replace("max_steps = 4", "max_steps = 8"), "")
@@ -122,7 +122,7 @@ def test_a_directory_has_one_driver_at_a_time(tmp_path: Path) -> None:
 
 def test_a_driver_that_was_killed_has_failed_also_for_the_process_that_started_it(tmp_path: Path) -> None:
     record = submitted(tmp_path, SFT, "import os; os.kill(os.getpid(), 9)")
-    while (status := RayJobs().status(record)).state == "running":
+    while (status := Ray().status(record)).state == "running":
         os.sched_yield()
     assert status == Status("failed", "its driver was killed")
 

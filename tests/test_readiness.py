@@ -17,10 +17,11 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_slurm
 from medarc_rl.backends.options import SlurmRequest
 from medarc_rl.backends.slurm import BatchJob, Container, launcher_job
+from medarc_rl.checks import Row, State, failed, ok, table
 from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess
-from medarc_rl.checks.job import Unreadable, job_environment, software_rows, storage_rows, token_rows
-from medarc_rl.checks.rows import Row, State, failed, ok, table
+from medarc_rl.checks.job import job_environment, software_rows, storage_rows, token_rows
+from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.sft import SFTConfig
@@ -314,7 +315,7 @@ def test_the_environment_of_the_job_holds_what_dot_env_sets(tmp_path: Path) -> N
     assert (found["A"], found["B"], found["C"]) == ("two words", "", "$(touch pwned)")
     assert found["HF_HOME"] == str(tmp_path / "hf")
     (tmp_path / ".env").write_text("exit 3\n")
-    with pytest.raises(Unreadable, match="exit code 3"):
+    with pytest.raises(MedarcError, match="exit code 3"):
         job_environment(make_job(tmp_path), os.environ)
 
 

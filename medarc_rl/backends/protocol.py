@@ -164,6 +164,8 @@ class Backend(Tracker, Protocol[PreparedT]):
     def prepare(self, request: Request) -> PreparedT:
         """Check everything that can be known before anything is uploaded or queued.
 
+        Slurm's also writes config and script, which a dry run shows by their paths.
+
         Raises:
             UsageError: one line for each fault.
         """
@@ -184,7 +186,7 @@ OPTIONS: Mapping[str, type] = {
 
 _CLASSES = {
     "slurm": "medarc_rl.backends.slurm:Slurm",
-    "ray": "medarc_rl.backends.ray.backend:RayJobs",
+    "ray": "medarc_rl.backends.ray.backend:Ray",
     "kubernetes": "medarc_rl.backends.kubernetes.backend:Kubernetes",
     "sagemaker": "medarc_rl.backends.sagemaker.backend:SageMaker",
 }

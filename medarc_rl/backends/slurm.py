@@ -89,7 +89,7 @@ class Container:
     """More directories, as `SOURCE` or `SOURCE:TARGET`."""
 
     def wrap(self, argv: Sequence[str], directory: Path, mounts: Sequence[Path]) -> tuple[str, ...]:
-        """The command that runs `argv` in the container, in `directory`, with these directories in their own places.
+        """The command that runs `argv` in the container, in `directory`, with these directories under their own paths.
 
         Raises:
             UsageError: the runtime's notation cannot hold the name of a directory.
@@ -376,8 +376,8 @@ def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: Ru
 def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:
     """Print the table of what the job needs. Returns whether all of it is there."""
     # Imported here: a dry run asks nobody.
+    from medarc_rl.checks import as_table, table
     from medarc_rl.checks.job import can_start, job_rows
-    from medarc_rl.checks.rows import as_table, table
 
     rows = list(job_rows(run.config, job, env))
     for line in [json.dumps(as_table(rows), indent=1)] if as_json else table(rows):
@@ -390,18 +390,18 @@ def write_job(job: BatchJob, run: Run[Any], dry_run: bool) -> None:
     script = render(job)
     if run.config.clean_output_dir and not dry_run:
         prepare_directory(run)
-    component, place = CONFIGS[job.command], job.queued or run.paths
+    component, paths = CONFIGS[job.command], job.queued or run.paths
     if job.queued is not None:
         with reporting_directory_errors():
             # Another submission may have taken the number meanwhile.
             job.queued.root.mkdir(parents=True)
-    write_components(replace(run, paths=place), {component: run.config}, dry_run)
+    write_components(replace(run, paths=paths), {component: run.config}, dry_run)
     with reporting_directory_errors():
         run.paths.slurm.mkdir(parents=True, exist_ok=True)
         with replacing_file(job.script) as scratch:
             scratch.write_text(script, encoding="utf-8")
             scratch.chmod(scratch.stat().st_mode | stat.S_IXUSR)
-    say(f"config: {place.config(component)}")
+    say(f"config: {paths.config(component)}")
     say(f"script: {job.script}")
 
 

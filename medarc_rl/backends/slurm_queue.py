@@ -1,4 +1,8 @@
-"""Slurm after the submission: the state of a job, its log, cancelling, and which jobs read a run's config."""
+"""Slurm after the submission: the state of a job, its log, cancelling, and the jobs that read a run's config.
+
+The controller knows a job while it lives and a few minutes longer, the accounting database for months. Where a cluster
+has no such database, the run's directory tells how the job ended.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +143,7 @@ def _status_of_run(directory: Path, job_id: str) -> Status:
     return Status(state, f"{forgotten}; its run: {attempts[-1].result} {attempts[-1].message}".strip())
 
 
-# Which jobs read a run's config.
+# Jobs that will read a run's config.
 
 
 def refuse_if_queued(paths: RunPaths, submits: bool, env: Mapping[str, str] = os.environ) -> None:

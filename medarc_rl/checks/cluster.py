@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, sbatch_env, walltime_s
 from medarc_rl.backends.slurm_queue import SLURM_LIMIT_S, Properties, shown
-from medarc_rl.checks.rows import Row, failed, ok, unknown
+from medarc_rl.checks import Row, failed, ok, unknown
 from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
 from medarc_rl.deployment import training_gpus
 from medarc_rl.errors import UsageError
@@ -44,10 +44,10 @@ def cluster_rows(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Iterator[Row]
         return
     yield ok("slurm", ping.stdout.strip())
     yield from _partition_rows(job, partitions, nodes)
-    yield trial_row(job, limit_s)
+    yield sbatch_row(job, limit_s)
 
 
-def trial_row(job: BatchJob, limit_s: float) -> Row:
+def sbatch_row(job: BatchJob, limit_s: float) -> Row:
     """Whether sbatch would accept the script. Nothing is submitted or written."""
     argv = [*sbatch_argv(job)[:-1], "--test-only"]
     try:

@@ -1,4 +1,4 @@
-"""Whether the models and datasets of a run are there: a folder, complete in the hub's cache, or on the hub."""
+"""Checks that the models and datasets of a run are there: in a folder, complete in the hub's cache, or on the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from medarc_rl.checks.rows import Row, failed, ok
+from medarc_rl.checks import Row, failed, ok
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.data_files import find_parts
 from prime_rl.checks.disk import snapshot_in_cache

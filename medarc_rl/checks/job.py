@@ -1,4 +1,7 @@
-"""Everything that is checked of a batch job before it queues."""
+"""All checks of a batch job before it is submitted, in the order in which it would fail.
+
+Here are those of its script, secrets, directory and software; `cluster.py` and `hub.py` have the others.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medarc_rl.backends.slurm import BatchJob, Container, render
+from medarc_rl.checks import Row, State, failed, ok, unknown
 from medarc_rl.checks.cluster import cluster_rows, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess, hub_rows, trained_model
-from medarc_rl.checks.rows import Row, State, failed, ok, unknown
+from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.disk import default_hub_cache, existing_parent, forecast_disk, size_of_folder
 from prime_rl.checks.environments import Place, trial_faults
@@ -50,7 +54,7 @@ def job_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str, str]
     answers = all(row.state is not State.FAILED for row in cluster if row.what == "slurm")
     try:
         job_env = job_environment(job, env)
-    except Unreadable as error:
+    except MedarcError as error:
         yield failed(".env", f"{job.project_dir}/.env: {error}")
         return
     yield from token_rows(config, job_env)
@@ -70,10 +74,6 @@ def can_start(rows: list[Row]) -> bool:
 # The script, and the environment that the job will have.
 
 
-class Unreadable(Exception):
-    """The project's `.env` cannot be sourced."""
-
-
 def script_row(job: BatchJob) -> Row:
     """Whether bash can read the script."""
     try:
@@ -91,7 +91,7 @@ def job_environment(job: BatchJob, env: Mapping[str, str]) -> dict[str, str]:
     """The environment that the job gets from `env` and its project's `.env`.
 
     Raises:
-        Unreadable: bash stops in `.env`.
+        MedarcError: bash stops in `.env`.
     """
     found = dict(env)
     dot_env = job.project_dir / ".env"
@@ -99,9 +99,9 @@ def job_environment(job: BatchJob, env: Mapping[str, str]) -> dict[str, str]:
         try:
             answer = ask(["bash", "-c", _SOURCED, "bash", str(dot_env)], SHELL_LIMIT_S, env, job.project_dir)
         except NoAnswer as error:
-            raise Unreadable(str(error)) from error
+            raise MedarcError(str(error)) from error
         if answer.code != 0:
-            raise Unreadable(answer.last_line)
+            raise MedarcError(answer.last_line)
         found = dict(line.split("=", 1) for line in answer.stdout.split("\0") if "=" in line)
     return found | {"HF_HOME": str(job.hf_cache_dir), "HF_HUB_OFFLINE": str(int(job.hf_hub_offline))}
 
@@ -145,14 +145,14 @@ def _has_login() -> bool:
 
 def storage_rows(config: SFTConfig | RLConfig, output_dir: Path, model: Path | None) -> Iterator[Row]:
     """`model` is the folder with the model's weights; None if they are not on this machine."""
-    place = existing_parent(output_dir)
+    parent = existing_parent(output_dir)
     try:
         # A file without a name: it is gone when it is closed, whatever happens.
-        with tempfile.TemporaryFile(dir=place) as probe:
+        with tempfile.TemporaryFile(dir=parent) as probe:
             probe.write(b"medarc")
             probe.flush()
     except OSError as error:
-        yield failed("output folder", f"{output_dir}: {place} cannot be written: {error.strerror}")
+        yield failed("output folder", f"{output_dir}: {parent} cannot be written: {error.strerror}")
         return
     yield ok("output folder", f"{output_dir} can be written from here")
     trainer = config.trainer if isinstance(config, RLConfig) else config

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+from medarc_rl.errors import MedarcError
+
 TIMEOUT_S = 15.0
 
 
@@ -17,17 +19,13 @@ def main() -> None:
     kind, name = sys.argv[1:]
     try:
         sys.stdout.write(json.dumps({"files": _count_of_files(kind, name)}))
-    except _Refused as refusal:
+    except MedarcError as refusal:
         sys.stderr.write(f"{refusal}\n")
         raise SystemExit(1) from None
 
 
-class _Refused(Exception):
-    pass
-
-
 def _count_of_files(kind: str, name: str) -> int:
-    """Number of files of a repository that this user can download. Raises _Refused."""
+    """Number of files of a repository that this user can download. Raises MedarcError."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -38,13 +36,13 @@ def _count_of_files(kind: str, name: str) -> int:
         files = info(name, timeout=TIMEOUT_S).siblings
         api.auth_check(name, repo_type=kind)
     except GatedRepoError:
-        raise _Refused(f"the hub gives it only to users whom its owner admitted; {_token()}") from None
+        raise MedarcError(f"the hub gives it only to users whom its owner admitted; {_token()}") from None
     except RepositoryNotFoundError:
-        raise _Refused(f"the hub has no such {kind}, or it is private; {_token()}") from None
+        raise MedarcError(f"the hub has no such {kind}, or it is private; {_token()}") from None
     except HFValidationError as error:
-        raise _Refused(f"it is not a hub id: {error}") from None
+        raise MedarcError(f"it is not a hub id: {error}") from None
     except (HTTPError, OSError) as error:
-        raise _Refused(f"the hub cannot be reached from here: {type(error).__name__}: {error}") from None
+        raise MedarcError(f"the hub cannot be reached from here: {type(error).__name__}: {error}") from None
     return len(files or [])
 
 

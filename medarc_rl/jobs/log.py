@@ -102,9 +102,9 @@ class JobRecord:
 
     @classmethod
     def from_table(cls, table: Any) -> JobRecord:
-        """Raises NotARecord."""
+        """Raises MedarcError."""
         if not isinstance(table, dict) or table.get("format") != FORMAT:
-            raise NotARecord("no job record of this version")
+            raise MedarcError("no job record of this version")
         known = {each.name: table[each.name] for each in fields(cls) if each.name in table}
         texts = ("key", "name", "backend", "id", "kind", "config", "output", "submitted")
         wrong = [name for name in texts if not isinstance(known.get(name), str)]
@@ -112,7 +112,7 @@ class JobRecord:
         if not isinstance(known.get("argv"), list):
             wrong.append("argv")
         if wrong:
-            raise NotARecord(f"{wrong[0]} is missing or of another type")
+            raise MedarcError(f"{wrong[0]} is missing or of another type")
         details = {str(name): str(value) for name, value in (known.get("details") or {}).items()}
         return cls(**{**known, "details": details})
 
@@ -181,7 +181,7 @@ class JobLog:
         """The record as the log has it now: another process may have cancelled the job meanwhile."""
         try:
             return _read(self._file(record))
-        except NotARecord:
+        except MedarcError:
             return record
 
     def _file(self, record: JobRecord) -> Path:
@@ -200,7 +200,7 @@ class JobLog:
         for file in files:
             try:
                 records.append(_read(file))
-            except NotARecord as fault:
+            except MedarcError as fault:
                 faults.append(f"{file.name} in the job log is left out: {fault}")
         # Jobs of the same second are in the order of their files.
         return sorted(records, key=lambda record: record.submitted, reverse=True), faults
@@ -235,35 +235,33 @@ def record_job(record: JobRecord) -> bool:
 
 def config_files(words: Sequence[str]) -> str:
     """The TOML files among the words of a command line, as typed."""
-    return " ".join(word for word in (each.removeprefix("@") for each in words) if word.endswith(".toml"))
-
-
-class NotARecord(ValueError):
-    """A file of the job log that is damaged, or another program's. The message is one line."""
+    # `--key=x.toml` sets a key.
+    files = (word.removeprefix("@") for word in words if not word.startswith("-"))
+    return " ".join(file for file in files if file.endswith(".toml"))
 
 
 def _read(file: Path) -> JobRecord:
-    """Raises NotARecord."""
+    """Raises MedarcError."""
     try:
         content = _content(file)
     except OSError as error:
-        raise NotARecord(str(error.strerror)) from error
+        raise MedarcError(str(error.strerror)) from error
     if len(content) > _MAX_BYTES:
-        raise NotARecord("larger than 1 MiB")
+        raise MedarcError("larger than 1 MiB")
     try:
         table = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise NotARecord("damaged") from error
+        raise MedarcError("damaged") from error
     return JobRecord.from_table(table)
 
 
 def _content(file: Path) -> bytes:
-    """The beginning of a file that is this user's own. Raises NotARecord or OSError."""
+    """The beginning of a file that is this user's own. Raises MedarcError or OSError."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            raise NotARecord("no file of this user")
+            raise MedarcError("no file of this user")
         with os.fdopen(descriptor, "rb", closefd=False) as reading:
             return reading.read(_MAX_BYTES + 1)
     finally:

@@ -1,4 +1,4 @@
-"""Finds secrets in what a user typed, and hides them."""
+"""Finds secrets in command lines and other texts, and hides them."""
 
 from __future__ import annotations
 

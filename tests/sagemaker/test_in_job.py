@@ -29,7 +29,7 @@ from medarc_rl.backends.sagemaker.job.in_job import (
     main,
     write_failure,
 )
-from medarc_rl.backends.sagemaker.request import JobPlaces, S3Prefix, TrainingJob, resolved
+from medarc_rl.backends.sagemaker.request import JobPrefixes, S3Prefix, TrainingJob, resolved
 from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import prepare_run_dir
@@ -41,7 +41,7 @@ JOB = TrainingJob(
     source_sha256="0" * 64,
     image="medarc-rl:dev",
     role="",
-    places=JobPlaces(S3Prefix("bucket", "runs")),
+    prefixes=JobPrefixes(S3Prefix("bucket", "runs")),
     instance_type="",
 )
 ENDLESS = ["--max-steps", "1000000", "--ckpt.interval", "100000"]

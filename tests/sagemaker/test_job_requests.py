@@ -21,7 +21,7 @@ from medarc_rl.backends.protocol import Request
 from medarc_rl.backends.sagemaker.backend import gpu_faults
 from medarc_rl.backends.sagemaker.request import (
     FileSystem,
-    JobPlaces,
+    JobPrefixes,
     S3Prefix,
     TrainingJob,
     gpus_of,
@@ -44,7 +44,7 @@ JOB = TrainingJob(
     source_sha256="0" * 64,
     image="123456789012.dkr.ecr.us-east-1.amazonaws.com/medarc-rl:1",
     role=ROLE,
-    places=JobPlaces(S3Prefix("bucket", "runs/medarc-20260131-120000-1a2b3c4d")),
+    prefixes=JobPrefixes(S3Prefix("bucket", "runs/medarc-20260131-120000-1a2b3c4d")),
     instance_type="ml.g5.12xlarge",
     volume_gb=200,
     limit_s=3600,

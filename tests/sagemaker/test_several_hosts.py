@@ -25,7 +25,7 @@ from s3_server import Proxy
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
 from medarc_rl.backends.sagemaker.aws import Aws
-from medarc_rl.backends.sagemaker.job.hosts import Gate, connect, proof_of, read_line
+from medarc_rl.backends.sagemaker.job.hosts import Rendezvous, connect, proof_of, read_line
 from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL
 from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
@@ -173,53 +173,55 @@ def test_a_stop_saves_on_all_instances(tmp_path: Path, proxy: Proxy) -> None:
 
 
 @dataclass
-class OpenGate:
+class OpenRendezvous:
     port: int
-    gate: Gate
+    rendezvous: Rendezvous
     lost: list[str]
     said: queue.Queue[str]
     losses: queue.Queue[str]
 
 
 @pytest.fixture
-def gate() -> Iterator[OpenGate]:
-    """A gate for the hosts b and c, whose token is "secret"."""
+def rendezvous() -> Iterator[OpenRendezvous]:
+    """A rendezvous for the hosts b and c, whose token is "secret"."""
     said: queue.Queue[str] = queue.Queue()
     losses: queue.Queue[str] = queue.Queue()
     lost: list[str] = []
     with socket.create_server((HOSTS[0], 0)) as server:
-        made = Gate(server, "secret", ("b", "c"), lost, said.put, lambda: losses.put(lost[-1]))
+        made = Rendezvous(server, "secret", ("b", "c"), lost, said.put, lambda: losses.put(lost[-1]))
         made.open()
-        yield OpenGate(server.getsockname()[1], made, lost, said, losses)
+        yield OpenRendezvous(server.getsockname()[1], made, lost, said, losses)
         made.close(1)
 
 
-def test_hosts_join_at_the_gate_and_hear_how_the_job_ended(gate: OpenGate) -> None:
-    with connect(HOSTS[0], gate.port) as second, connect(HOSTS[0], gate.port) as third:
+def test_hosts_join_at_the_rendezvous_and_hear_how_the_job_ended(rendezvous: OpenRendezvous) -> None:
+    with connect(HOSTS[0], rendezvous.port) as second, connect(HOSTS[0], rendezvous.port) as third:
         for name, connection in (("b", second), ("c", third)):
             connection.sendall(f"{name} {proof_of('secret', name)}\n".encode())
-        gate.gate.await_all()
-        gate.gate.close(143)
+        rendezvous.rendezvous.await_all()
+        rendezvous.rendezvous.close(143)
         assert (read_line(second), read_line(third)) == ("143", "143")
-    assert gate.losses.empty()
+    assert rendezvous.losses.empty()
 
 
-def test_the_gate_names_a_lost_host(gate: OpenGate) -> None:
-    with connect(HOSTS[0], gate.port) as second:
+def test_the_rendezvous_names_a_lost_host(rendezvous: OpenRendezvous) -> None:
+    with connect(HOSTS[0], rendezvous.port) as second:
         second.sendall(f"b {proof_of('secret', 'b')}\n".encode())
-        assert gate.said.get().endswith(") has joined")
-    assert gate.losses.get() == "b"
-    assert gate.said.get().startswith("error: host b (")
+        assert rendezvous.said.get().endswith(") has joined")
+    assert rendezvous.losses.get() == "b"
+    assert rendezvous.said.get().startswith("error: host b (")
     with pytest.raises(MedarcError, match="host b is gone"):
-        gate.gate.await_all()
+        rendezvous.rendezvous.await_all()
 
 
 @pytest.mark.parametrize(
     "line", [b"b wrong\n", b"d " + proof_of("secret", "d").encode() + b"\n", b"b \xff\xc3\n", b"x" * 300]
 )
-def test_the_gate_takes_no_host_without_the_token_or_of_another_name(gate: OpenGate, line: bytes) -> None:
-    with connect(HOSTS[0], gate.port) as stranger:
+def test_the_rendezvous_takes_no_host_without_the_token_or_of_another_name(
+    rendezvous: OpenRendezvous, line: bytes
+) -> None:
+    with connect(HOSTS[0], rendezvous.port) as stranger:
         stranger.sendall(line)
         assert read_line(stranger) == ""
-    assert gate.said.empty()
-    assert gate.lost == []
+    assert rendezvous.said.empty()
+    assert rendezvous.lost == []

@@ -22,6 +22,7 @@ from medarc_rl.jobs.log import JobRecord, State, Status
 from prime_rl.watch.overview.words import printable
 
 MANAGER = "medarc-rl"
+"""Owner of the fields that `kubectl apply` sets, as the cluster records it."""
 _LOOK_EVERY_S = 2.0
 _LAST_LINES = 50
 """Last lines of a job's output that are searched for a refusal."""
@@ -40,7 +41,9 @@ _RAYJOB_STATES: Mapping[str, State] = {
     "ValidationFailed": "failed",
 }
 _LIMIT_S = 60.0
+"""Time limit of one kubectl, in seconds: it may make several requests, and start a program to log in."""
 _REQUEST_S = 20
+"""Time limit of one request of kubectl to the cluster, in seconds."""
 _MOST_LINES = 5
 _MAX_LINE_CHARS = 1000
 _LOG_LINE = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
@@ -52,6 +55,7 @@ _LONGEST_PAUSE_S = 30.0
 _LASTING_S = 30.0
 """A connection that broke after this time did work: a proxy may end those that are silent."""
 _ENDED = ("Succeeded", "Failed")
+"""Phases of a pod that writes no more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ DOWNLOAD_LIMIT_S = 14_400
 USAGE_EXIT_CODE = 2
 """Exit code of a run that cannot be done as asked, which would fail in the same way again."""
 DASHBOARD_PORT = 8265
+"""Ray's port for `ray job submit`, which KubeRay's operator uses, too."""
 _LOOK_S = 60
 """Seconds that the cluster stays after the job, so that its last lines can be read."""
 

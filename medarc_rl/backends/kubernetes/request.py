@@ -25,7 +25,9 @@ from prime_rl.utils.pydantic_config.dump import to_toml
 MAX_CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, with its metadata."""
 MAX_FILE_NAME_BYTES = 255
+"""The limit of Linux file systems."""
 _CPUS_PER_GPU, _GIB_PER_GPU = 8, 32
+"""Resource request of a pod for each GPU, if the options give none. A pod without GPUs gets it once."""
 MAX_JOB_NAME = 47
 """Characters. JobSet and KubeRay add to a job's name, and a pod's hostname has at most 63."""
 MAX_LABEL = 63
@@ -125,9 +127,9 @@ def job_name(given: str | None, stem: str, kind: str) -> str:
 
 def _argv(request: Request, options: KubernetesOptions, output: str, local_output: str) -> Sequence[str]:
     """The command in the pod. The config holds all that the user gave; the options hold what follows from the pod."""
-    place = ["--output-dir", output]
+    where = ["--output-dir", output]
     if output != local_output:
-        place += ["--storage.work-dir", local_output]
+        where += ["--storage.work-dir", local_output]
     # A pod that starts again continues. An evaluation does so by itself.
     resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
     file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
@@ -137,12 +139,12 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
         apart = ["--strategy", "spread"] if request.nodes > 1 else []
         # A fault of the config would come again, and KubeRay does not look at exit codes.
         driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *single]
-        return [*driver, request.kind, "@", file, *place, *resume]
+        return [*driver, request.kind, "@", file, *where, *resume]
     shape: list[str] = []
     if split is not None:
         shape = ["--single-gpu"] if split.single_gpu else []
         shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
-    return ["medarc_train", request.kind, "@", file, *shape, *place, *resume]
+    return ["medarc_train", request.kind, "@", file, *shape, *where, *resume]
 
 
 # Faults, reported all at once.

@@ -44,11 +44,12 @@ PROBE = "medarc_rl.backends.ray.cluster"
 _KEY = re.compile(r"[0-9a-f]{8}")
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 120.0
+"""Time limit of the process that asks a cluster for its GPUs, in seconds: it imports Ray, from a cold disk perhaps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayPrepared(Prepared):
-    """A job for Ray."""
+class PreparedDriver(Prepared):
+    """The command and the config of a driver that is not started yet."""
 
     run: Run[Any]
     kind: str
@@ -57,10 +58,10 @@ class RayPrepared(Prepared):
     """The driver's config. Each job has its own file, so that no other one replaces it."""
 
 
-class RayJobs:
+class Ray:
     """Implements `Backend`."""
 
-    def prepare(self, request: Request) -> RayPrepared:
+    def prepare(self, request: Request) -> PreparedDriver:
         options = request.options
         if importlib.util.find_spec("ray") is None:
             raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
@@ -88,7 +89,7 @@ class RayJobs:
         )
         words = ("--end", str(end), request.kind, "@", str(config))
         argv = (sys.executable, "-m", RAY_DRIVER, *flags, *words)
-        return RayPrepared(
+        return PreparedDriver(
             name=request.name or f"{run.stem}-{request.kind}",
             output=str(run.paths.root),
             text=_text(argv, gpus, options.ray_strategy, address, to_toml(run.config)),
@@ -99,7 +100,7 @@ class RayJobs:
             config=config,
         )
 
-    def submit(self, prepared: RayPrepared) -> Submitted:
+    def submit(self, prepared: PreparedDriver) -> Submitted:
         run, details = prepared.run, prepared.details
         component = CONFIGS[prepared.kind]
         with (

@@ -262,11 +262,11 @@ def placed(bundles: Sequence[Mapping[str, float]], strategy: Strategy) -> Iterat
             waiting.is_over()
         remote = ray.remote(concurrency_groups=_GROUPS)(AgentRunner)
         for index, bundle in enumerate(bundles):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
             actors.append(remote.options(**options).remote())
-        seats = _get([actor.seat.options(concurrency_group="others").remote() for actor in actors])
-        yield RayCluster(seats, actors)
+        placements = _get([actor.placement.options(concurrency_group="others").remote() for actor in actors])
+        yield RayCluster(placements, actors)
     except _errors() as error:
         raise MedarcError(f"Ray could not start an actor: {_first_line(error)}") from error
     finally:
@@ -311,7 +311,7 @@ def check_capacity() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """An actor's node, and the GPUs that Ray has given to it."""
 
     name: str
@@ -325,11 +325,11 @@ class AgentRunner:
     def __init__(self) -> None:
         self._channel: PipeChannel | None = None
 
-    def seat(self) -> Seat:
+    def placement(self) -> Placement:
         import ray
 
         gpus = os.environ.get(MASK_VARIABLE, "")
-        return Seat(socket.gethostname(), ray.util.get_node_ip_address(), tuple(filter(None, gpus.split(","))))
+        return Placement(socket.gethostname(), ray.util.get_node_ip_address(), tuple(filter(None, gpus.split(","))))
 
     def start(self, directory: str, env: Mapping[str, str]) -> str | None:
         """Start the agent in the driver's directory, with its variables. Returns a fault, or None."""
@@ -360,9 +360,9 @@ class AgentRunner:
 class RayChannel:
     """The head's side: implements `Channel`."""
 
-    def __init__(self, seat: Seat, actor: Any) -> None:
-        self.name = seat.name
-        self._seat = seat
+    def __init__(self, placement: Placement, actor: Any) -> None:
+        self.name = placement.name
+        self._placement = placement
         self._actor = actor
         self._death = ""
 
@@ -384,7 +384,7 @@ class RayChannel:
             _get(self._actor.close.options(concurrency_group="others").remote(), _CLOSE_LIMIT_S)
 
     def describe(self) -> str:
-        where = f"Ray actor on {self.name} ({self._seat.address})"
+        where = f"Ray actor on {self.name} ({self._placement.address})"
         if self._death:
             return f"{where}: {self._death}"
         try:
@@ -397,15 +397,15 @@ class RayChannel:
 class RayCluster:
     """Nodes that Ray has given to this run: implements `Cluster`."""
 
-    def __init__(self, seats: Sequence[Seat], actors: Sequence[Any]) -> None:
-        self.seats = tuple(seats)
+    def __init__(self, placements: Sequence[Placement], actors: Sequence[Any]) -> None:
+        self.placements = tuple(placements)
         self._actors = tuple(actors)
-        self._address = dict(zip(self.names, (seat.address for seat in seats), strict=True))
+        self._address = dict(zip(self.names, (placement.address for placement in placements), strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Host names, with a number where several are on one machine."""
-        hosts = [seat.name for seat in self.seats]
+        hosts = [placement.name for placement in self.placements]
         return tuple(name if hosts.count(name) == 1 else f"{name}/{index}" for index, name in enumerate(hosts))
 
     def channels(self) -> list[RayChannel]:
@@ -416,7 +416,7 @@ class RayCluster:
         faults = [fault for reference in starting if (fault := _get(reference)) is not None]
         if faults:
             raise CannotStart("\n".join(faults))
-        return [RayChannel(seat, actor) for seat, actor in zip(self.seats, self._actors, strict=True)]
+        return [RayChannel(placement, actor) for placement, actor in zip(self.placements, self._actors, strict=True)]
 
     def address(self, name: str) -> str | None:
         return self._address.get(name)

@@ -99,9 +99,9 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
                 _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
             bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
-                for seat in cluster.seats:
-                    gpus = f"GPU {','.join(seat.gpus)}" if seat.gpus else "no GPU"
-                    _say(f"{seat.name} ({seat.address}): {gpus}")
+                for placement in cluster.placements:
+                    gpus = f"GPU {','.join(placement.gpus)}" if placement.gpus else "no GPU"
+                    _say(f"{placement.name} ({placement.address}): {gpus}")
                 if len(bundles) > 1:
                     return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
@@ -183,7 +183,8 @@ def _recording_end(file: Path | None) -> Iterator[_End]:
                 scratch.write_text(f"{end.code}\n", encoding="ascii")
 
 
-# KubeRay starts a RayJob again whose Ray job has failed, whatever its exit code; one that was stopped has ended.
+# KubeRay restarts a RayJob whose Ray job has failed, whatever its exit code. One that was stopped has ended, so that a
+# run that cannot start as configured stops its own Ray job.
 
 
 def stop_own_job() -> None:

@@ -1,4 +1,4 @@
-"""The SageMaker back-end: submits training jobs and looks after them."""
+"""The SageMaker back-end: prepares and creates training jobs, and shows, follows and stops them later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from medarc_rl.backends.sagemaker.permissions import LOG_GROUP
 from medarc_rl.backends.sagemaker.request import (
     RUN_DIR,
     FileSystem,
-    JobPlaces,
+    JobPrefixes,
     S3Prefix,
     TrainingJob,
     family_of,
@@ -54,9 +54,11 @@ LOOK_EVERY_S = 10.0
 _LATE_LOOKS, _LATE_LOOK_EVERY_S = 3, 1.5
 """After a job's end, until so many looks brought nothing: CloudWatch shows lines seconds after they were written."""
 _ENDS: Mapping[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
+# Phases of a job in which no container runs yet.
 _BEFORE_THE_RUN = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack")
 _UPLOAD_PART_BYTES = 16 << 20
-_NO_PLACE = "s3://local/runs"
+"""Size of the parts of an upload, which are repeated one by one if a connection breaks."""
+_NO_PREFIX = "s3://local/runs"
 """Stands for the prefix of a job that is not sent."""
 _NOT_BUILT = "ACCOUNT.dkr.ecr.{region}.amazonaws.com/{repository}:{tag}"
 """Stands for the image until ECR has given the account's number."""
@@ -84,7 +86,47 @@ class SageMaker:
         self._pause = pause
 
     def prepare(self, request: Request) -> PreparedTraining:
-        return prepared_training(request)
+        """Check the run and decide what would be sent. Contacts nobody, and writes only temporary files."""
+        require_boto3()
+        options: SageMakerOptions = with_variables(request.options, os.environ)
+        if options.local:
+            require_docker("--local")
+        project = options.project_dir.absolute()
+        if not project.is_dir():
+            raise UsageError(f"--project-dir {project}: no such directory")
+        run = _loaded(request, options)
+        _check_start(run, project)
+        staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
+        config, path_faults = _config_of(run, project, staged)
+        region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
+        extras = [*options.build_extra, *(("ray",) if request.nodes > 1 else ())]
+        build = ImageBuild.of(options.repository, list(dict.fromkeys(extras))) if options.build else None
+        with packed(staged, config) as bundle:
+            sha256, size_bytes = bundle.sha256, bundle.size_bytes
+        faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
+        job = _job(request, options, sha256, _image(options, build, region), faults)
+        faults += rule_faults(job)
+        named = {fault.split()[0].rstrip(":") for fault in faults}
+        # One line for each option is enough.
+        by_model = [] if options.local else request_faults(job.request())
+        if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in named)]:
+            raise UsageError(*dict.fromkeys(faults))
+        prepared = PreparedTraining(
+            name=job.name,
+            output=job.prefixes.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
+            text="",
+            details={"region": region, **({"profile": options.profile} if options.profile else {})},
+            job=job,
+            staged=staged,
+            config=config,
+            region=region,
+            profile=options.profile,
+            build=build,
+            is_local=options.local,
+            wait_shows_output=True,
+        )
+        shown = replace(prepared, text=_shown(prepared, size_bytes))
+        return replace(shown, run_here=partial(run_local, shown)) if options.local else shown
 
     def submit(self, prepared: PreparedTraining) -> Submitted:
         """Build and push the image, upload the project's files, create the job.
@@ -110,7 +152,7 @@ class SageMaker:
             return Submitted(_created(aws.client("sagemaker"), job))
         except AwsError as error:
             raise AwsError(
-                f"{error}; no job was made; its files stay at {job.places.archive.uri}", error.code
+                f"{error}; no job was made; its files stay at {job.prefixes.archive.uri}", error.code
             ) from error
 
     def status(self, record: JobRecord) -> Status:
@@ -122,12 +164,7 @@ class SageMaker:
         if not follow:
             return lines.new_lines()
         sagemaker = aws.client("sagemaker")
-
-        def has_ended() -> bool:
-            state = status_of(described(sagemaker, record.id))
-            return state.has_ended or state.state == "unknown"
-
-        return followed(lines, has_ended, self._pause)
+        return followed(lines, lambda: not status_of(described(sagemaker, record.id)).goes_on, self._pause)
 
     def cancel(self, record: JobRecord) -> None:
         with calling(f"sagemaker:StopTrainingJob {record.id}"):
@@ -140,13 +177,13 @@ class SageMaker:
 def _upload(aws: Aws, job: TrainingJob, path: Path) -> None:
     from boto3.s3.transfer import TransferConfig
 
-    place = job.places.archive
+    archive = job.prefixes.archive
     encryption = {} if job.kms_key is None else {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": job.kms_key}
-    with calling(f"upload to {place.uri}"):
+    with calling(f"upload to {archive.uri}"):
         aws.client("s3").upload_file(
             str(path),
-            place.bucket,
-            place.key,
+            archive.bucket,
+            archive.key,
             ExtraArgs={"Metadata": {"sha256": job.source_sha256}, **encryption},
             Config=TransferConfig(multipart_chunksize=_UPLOAD_PART_BYTES),
         )
@@ -164,51 +201,7 @@ def _created(sagemaker: Any, job: TrainingJob) -> str:
     return job.name
 
 
-# Preparing: checks a run and decides what would be sent. Contacts nobody and writes nothing.
-
-
-def prepared_training(request: Request) -> PreparedTraining:
-    """Raises UsageError, one line for each fault."""
-    require_boto3()
-    options: SageMakerOptions = with_variables(request.options, os.environ)
-    if options.local:
-        require_docker("--local")
-    project = options.project_dir.absolute()
-    if not project.is_dir():
-        raise UsageError(f"--project-dir {project}: no such directory")
-    run = _loaded(request, options)
-    _check_start(run, project)
-    staged = stage(project, options.include, options.max_upload_mb * 1_000_000)
-    config, path_faults = _config_of(run, project, staged)
-    region = "local" if options.local and options.region is None else Aws(options.region, options.profile).region
-    extras = [*options.build_extra, *(("ray",) if request.nodes > 1 else ())]
-    build = ImageBuild.of(options.repository, list(dict.fromkeys(extras))) if options.build else None
-    with packed(staged, config) as bundle:
-        sha256, size_bytes = bundle.sha256, bundle.size_bytes
-    faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
-    job = _job(request, options, sha256, _image(options, build, region), faults)
-    faults += rule_faults(job)
-    named = {fault.split()[0].rstrip(":") for fault in faults}
-    # One line for each option is enough.
-    by_model = [] if options.local else request_faults(job.request())
-    if faults := [*faults, *(fault for fault in by_model if fault.split()[0].rstrip(":") not in named)]:
-        raise UsageError(*dict.fromkeys(faults))
-    prepared = PreparedTraining(
-        name=job.name,
-        output=job.places.run.uri if not options.local else str(local_root(job.name) / "checkpoints"),
-        text="",
-        details={"region": region, **({"profile": options.profile} if options.profile else {})},
-        job=job,
-        staged=staged,
-        config=config,
-        region=region,
-        profile=options.profile,
-        build=build,
-        is_local=options.local,
-        wait_shows_output=True,
-    )
-    shown = replace(prepared, text=_shown(prepared, size_bytes))
-    return replace(shown, run_here=partial(run_local, shown)) if options.local else shown
+# Preparing.
 
 
 def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
@@ -278,7 +271,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
     tags = pairs("--tag", options.tag, faults, "write NAME=VALUE, as in --tag team=radiology", str)
     inputs = input_channels(options.input, faults)
     secrets = _collected(faults, references, options.secret_env) or {}
-    root = _collected(faults, S3Prefix.of, options.s3 or _NO_PLACE) or S3Prefix.of(_NO_PLACE)
+    root = _collected(faults, S3Prefix.of, options.s3 or _NO_PREFIX) or S3Prefix.of(_NO_PREFIX)
     run = None if not request.output_dir else _collected(faults, _run_prefix, request.output_dir)
     if options.max_wait is not None and not options.spot:
         faults.append("--max-wait belongs to --spot: add it, or leave --max-wait out")
@@ -290,7 +283,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         source_sha256=sha256,
         image=image,
         role=options.role or "",
-        places=JobPlaces(root.below(name), run),
+        prefixes=JobPrefixes(root.below(name), run),
         instance_type=options.instance_type or "",
         volume_gb=options.volume_gb,
         limit_s=limit_s,
@@ -362,7 +355,7 @@ def _shown(prepared: PreparedTraining, size_bytes: int) -> str:
     if prepared.build is not None:
         table["build"] = prepared.build.plan(job.image.partition("/")[0])
     if not prepared.is_local:
-        table["upload"] = {"to": job.places.archive.uri, "sha256": job.source_sha256, "bytes": size_bytes}
+        table["upload"] = {"to": job.prefixes.archive.uri, "sha256": job.source_sha256, "bytes": size_bytes}
     table["files"] = {name: file.size_bytes for name, file in prepared.staged.files.items()}
     table["left_out"] = list(prepared.staged.left_out)
     table["config"] = tomllib.loads(prepared.config)

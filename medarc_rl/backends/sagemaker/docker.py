@@ -1,4 +1,4 @@
-"""Builds the image of a job with docker and pushes it to ECR. Without docker, one line says what to do instead."""
+"""Docker on this machine: builds and pushes the image of a job (`--build`), or runs the job here (`--local`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ from prime_rl.utils.gpus import masked_gpus, usable_gpus
 
 DOCKERFILE = Path(__file__).parent / "image" / "Dockerfile"
 PLATFORM = "linux/amd64"
+"""The platform of SageMaker's GPU instances, also if the image is built on another one."""
 _CONTEXT_BYTES = 500_000_000
+"""Largest checkout that is sent to docker: ours is far smaller, so that more means data in the wrong place."""
 _TAG_CHARS = 16
+"""Characters of a tag: 64 bits of a hash, which no two checkouts share by accident."""
 _LOGIN_LIMIT_S = 120.0
+"""Docker's login may ask a credential helper that never answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +219,8 @@ class LocalContainer:
         for path, content in ((paths.hyperparameters, values), (paths.resources, resources)):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        for place in (paths.channel(SOURCE_CHANNEL), paths.run, paths.failure.parent, self.root / "model"):
-            place.mkdir(parents=True, exist_ok=True)
+        for directory in (paths.channel(SOURCE_CHANNEL), paths.run, paths.failure.parent, self.root / "model"):
+            directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(bundle.path, paths.archive)
         paths.failure.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""The least rights that a submission and its job need, as IAM policies."""
+"""`medarc_submit sagemaker-policy`: the least rights that a submission and its job need, as IAM policies."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.toml_files import read_files
 
 VERSION = "2012-10-17"
+"""The current version of the policy language, which is a date."""
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ROLE = re.compile(r"arn:(?P<partition>aws[a-z-]*):iam::(?P<account>\d{12}):role/[A-Za-z0-9_+=,.@/-]+")
 _PULL = ("ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
@@ -52,7 +53,7 @@ def print_policies(options: PolicyOptions) -> int:
     inputs = input_channels(given.input, faults)
     if faults:
         raise UsageError(*faults)
-    named, outputs = places_of(given.config)
+    named, outputs = prefixes_of(given.config)
     rights = Rights(
         role=given.role,
         region=Aws(given.region).region,
@@ -70,7 +71,7 @@ def print_policies(options: PolicyOptions) -> int:
     return 0
 
 
-def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
+def prefixes_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
     """The S3 prefixes that configs name: inputs, and destinations of copies of runs.
 
     Raises:
@@ -87,7 +88,7 @@ def places_of(files: Sequence[Path]) -> tuple[list[S3Prefix], list[S3Prefix]]:
     written, read = (
         sorted(
             {S3Prefix(name.bucket, name.key) for is_written, name in found if is_written is chosen},
-            key=lambda place: place.uri,
+            key=lambda prefix: prefix.uri,
         )
         for chosen in (True, False)
     )
@@ -154,12 +155,12 @@ class Rights:
         ]
 
     def _job_role(self) -> list[dict[str, Any]]:
-        places = [self.root, *self.outputs, *self.inputs, *self.named]
-        buckets = sorted({self._arn("s3", place.bucket, "", "") for place in places})
-        below = {"/".join(part for part in (place.key, "*") if part) for place in places}
-        prefixes = sorted(below | {place.key for place in self.named if place.key})
+        readable = [self.root, *self.outputs, *self.inputs, *self.named]
+        buckets = sorted({self._arn("s3", each.bucket, "", "") for each in readable})
+        below = {"/".join(part for part in (each.key, "*") if part) for each in readable}
+        prefixes = sorted(below | {each.key for each in self.named if each.key})
         written = (self.root, *self.outputs)
-        written_buckets = sorted({self._arn("s3", place.bucket, "", "") for place in written})
+        written_buckets = sorted({self._arn("s3", each.bucket, "", "") for each in written})
         # A step that is replaced loses its marker first.
         writing = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"]
         statements = [
@@ -169,11 +170,11 @@ class Rights:
             },
             # It knows no condition on prefixes.
             _allow("FindPartsOfUploads", ["s3:ListBucketMultipartUploads"], written_buckets),
-            _allow("ReadAndWriteRuns", writing, [self._objects(place) for place in written]),
+            _allow("ReadAndWriteRuns", writing, [self._objects(each) for each in written]),
         ]
         if self.inputs or self.named:
-            objects = [self._arn("s3", f"{place.bucket}/{place.key}", "", "") for place in self.named if place.key]
-            read = [*(self._objects(place) for place in (*self.inputs, *self.named)), *objects]
+            objects = [self._arn("s3", f"{each.bucket}/{each.key}", "", "") for each in self.named if each.key]
+            read = [*(self._objects(each) for each in (*self.inputs, *self.named)), *objects]
             statements.append(_allow("ReadInputs", ["s3:GetObject"], list(dict.fromkeys(read))))
         statements += [
             _allow("WriteLogs", ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents"], self._logs()),

@@ -119,7 +119,7 @@ class TrainingJob:
     source_sha256: str
     image: str
     role: str
-    places: JobPlaces
+    prefixes: JobPrefixes
     instance_type: str
     nodes: int = 1
     volume_gb: int = 100
@@ -146,7 +146,7 @@ class TrainingJob:
         if self.single_gpu:
             values["single_gpu"] = "1"
         if self.file_system is not None:
-            values |= {"run": self.name, "upload_to": self.places.run.uri}
+            values |= {"run": self.name, "upload_to": self.prefixes.run.uri}
         if self.secrets:
             values["secrets"] = json.dumps(dict(sorted(self.secrets.items())), separators=(",", ":"))
         return values
@@ -165,7 +165,7 @@ class TrainingJob:
             },
             "HyperParameters": self.hyperparameters(),
             "InputDataConfig": self._channels(),
-            "OutputDataConfig": {"S3OutputPath": self.places.output.uri, **key},
+            "OutputDataConfig": {"S3OutputPath": self.prefixes.output.uri, **key},
             "ResourceConfig": {
                 "InstanceType": self.instance_type,
                 "InstanceCount": self.nodes,
@@ -176,7 +176,7 @@ class TrainingJob:
             "EnableManagedSpotTraining": self.wait_s is not None,
         }
         if self.file_system is None:
-            request["CheckpointConfig"] = {"S3Uri": self.places.run.uri, "LocalPath": RUN_DIR}
+            request["CheckpointConfig"] = {"S3Uri": self.prefixes.run.uri, "LocalPath": RUN_DIR}
         if self.wait_s is not None:
             request["StoppingCondition"]["MaxWaitTimeInSeconds"] = self.wait_s
         if self.nodes > 1:
@@ -190,9 +190,9 @@ class TrainingJob:
         return request
 
     def _channels(self) -> list[dict[str, Any]]:
-        prefixes = {SOURCE_CHANNEL: f"{self.places.source.uri}/", **self.inputs}
+        uris = {SOURCE_CHANNEL: f"{self.prefixes.source.uri}/", **self.inputs}
         shared = [] if self.file_system is None else [self.file_system.channel()]
-        return [*(_channel(name, uri) for name, uri in prefixes.items()), *shared]
+        return [*(_channel(name, uri) for name, uri in uris.items()), *shared]
 
 
 def _channel(name: str, uri: str) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _file_system_faults(job: TrainingJob) -> list[str]:
     return faults
 
 
-# Its parts: the name, places on S3, a shared file system, secrets by reference, instance types.
+# Its parts: the name, prefixes on S3, a shared file system, secrets by reference, instance types.
 
 
 def opaque_name(now_s: float, token: str | None = None) -> str:
@@ -299,7 +299,7 @@ class S3Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class JobPlaces:
+class JobPrefixes:
     """The prefixes of one job."""
 
     root: S3Prefix
@@ -326,7 +326,7 @@ class JobPlaces:
 
 
 def input_channels(words: Sequence[str], faults: list[str]) -> dict[str, str]:
-    """`--input NAME=s3://BUCKET/PREFIX`, parsed: the place of each channel, as typed."""
+    """`--input NAME=s3://BUCKET/PREFIX`, parsed: the prefix of each channel, as typed."""
     return pairs("--input", words, faults, "write NAME=s3://BUCKET/PREFIX", str)
 
 

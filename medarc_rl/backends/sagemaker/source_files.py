@@ -1,4 +1,4 @@
-"""The project's files that a job gets: chosen, packed into one archive, unpacked in the job."""
+"""Chooses the project's files that a job gets, packs them into one archive, and unpacks it in the job."""
 
 from __future__ import annotations
 
@@ -418,9 +418,9 @@ def _may_be_path(key: str, value: str) -> bool:
 
 
 def _name_in(project: Path, path: Path) -> str | None:
-    for place in (path, path.resolve()):
-        if place.is_relative_to(project) and ".." not in place.parts:
-            return place.relative_to(project).as_posix()
+    for candidate in (path, path.resolve()):
+        if candidate.is_relative_to(project) and ".." not in candidate.parts:
+            return candidate.relative_to(project).as_posix()
     return None
 
 

@@ -1,4 +1,9 @@
-"""Joins the hosts of a training job to one Ray cluster, which the first host leads."""
+"""Joins the hosts of a training job to one Ray cluster, which the first host leads.
+
+The first host writes Ray's token to the directory that all share, starts Ray's head, and then listens at the
+rendezvous. Each other host connects there, starts Ray, sends its name with a proof that it knows the token, and keeps
+the connection until it receives the job's exit code. A closed connection therefore means a lost host, on either side.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ _PROOF_LIMIT_S = 30.0
 """Seconds for a connection to prove that it is a host of the job. Others are closed then."""
 _LOOK_S = 1.0
 _LONGEST_LINE = 256
+"""Bytes of a greeting. Whoever sends more without a line's end is not a host of the job."""
 
 
 @dataclass(slots=True)
@@ -51,7 +57,7 @@ class Hosts:
     env: Mapping[str, str]
     """Environment of Ray's processes, without the run's secrets."""
     port: int = RAY_PORT
-    """Port of Ray's head on the first host. The gate listens on the next one."""
+    """Port of Ray's head on the first host. The rendezvous listens on the next one."""
     lost: list[str] = field(default_factory=list)
 
     @property
@@ -102,16 +108,16 @@ class Hosts:
                 _ray_node(head, own, self.ray_env()),
                 socket.create_server((own, self.port + 1), backlog=len(self.names)) as server,
             ):
-                gate = Gate(server, token, self.names[1:], self.lost, say, on_loss)
-                gate.open()
+                rendezvous = Rendezvous(server, token, self.names[1:], self.lost, say, on_loss)
+                rendezvous.open()
                 try:
-                    gate.await_all()
-                    yield gate.close
+                    rendezvous.await_all()
+                    yield rendezvous.close
                 except SystemExit as ended:
-                    gate.close(ended.code if isinstance(ended.code, int) else 1)
+                    rendezvous.close(ended.code if isinstance(ended.code, int) else 1)
                     raise
                 finally:
-                    gate.close(1)
+                    rendezvous.close(1)
         finally:
             self.token_file.unlink(missing_ok=True)
 
@@ -124,16 +130,16 @@ class Hosts:
             MedarcError: the first host cannot be reached or is lost, or Ray ends here.
         """
         signal.signal(signal.SIGTERM, end)
-        with connect(self.names[0], self.port + 1) as gate:
-            # The gate opens after the token is written. One of an earlier attempt cannot be read here.
+        with connect(self.names[0], self.port + 1) as rendezvous:
+            # The rendezvous opens after the token is written. One of an earlier attempt cannot be read here.
             token = self.token_file.read_text(encoding="ascii")
             own = resolved_address(self.own)
             with _ray_node((f"--address={self.ray_address}",), own, self.ray_env()) as ray:
-                ended = Thread(target=_close_after, args=(ray, gate), daemon=True)
+                ended = Thread(target=_close_after, args=(ray, rendezvous), daemon=True)
                 ended.start()
                 signal.signal(signal.SIGTERM, _wait_for_the_first)
-                gate.sendall(f"{self.own} {proof_of(token, self.own)}\n".encode())
-                answer = read_line(gate)
+                rendezvous.sendall(f"{self.own} {proof_of(token, self.own)}\n".encode())
+                answer = read_line(rendezvous)
                 if not answer and ray.poll() is not None:
                     raise MedarcError(f"Ray on {self.own} has ended")
         if not answer.isdecimal():
@@ -208,10 +214,10 @@ def _wait_for_the_first(number: int, frame: FrameType | None) -> None:
     limit.start()
 
 
-# The gate on the first host: where the other hosts report, and hear how the job ended.
+# The rendezvous on the first host: the other hosts report there, and receive the exit code of the job.
 
 
-class Gate:
+class Rendezvous:
     """Accepts the other hosts. Each keeps its connection until the job's end."""
 
     def __init__(
@@ -234,7 +240,7 @@ class Gate:
         self._is_closed = False
 
     def open(self) -> None:
-        Thread(target=self._accept, name="gate", daemon=True).start()
+        Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def await_all(self) -> None:
         """Raises MedarcError: hosts have not joined in time, or one was lost."""
@@ -265,7 +271,7 @@ class Gate:
                 connection, (address, *_) = self._server.accept()
             except OSError:  # the server is closed
                 return
-            Thread(target=self._serve, args=(connection, address), name=f"gate to {address}", daemon=True).start()
+            Thread(target=self._serve, args=(connection, address), name=f"rendezvous to {address}", daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         with connection:
@@ -302,7 +308,7 @@ def resolved_address(host: str) -> str:
 
 
 def connect(host: str, port: int) -> socket.socket:
-    """Connect to a gate, which may open only a while later. Raises MedarcError."""
+    """Connect to the rendezvous, which may open only a while later. Raises MedarcError."""
     address = resolved_address(host)
     waiting = Wait(f"{host} at {address}:{port}", "it starts Ray first", JOIN_LIMIT_S, "join", 30.0)
     while True:

@@ -33,12 +33,15 @@ from prime_rl.utils.private import private_directory
 COMMANDS = ("sft", "rl", "eval")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Both libraries would otherwise guess the network interface between the hosts."""
 STOP_LIMIT_S = 110.0
 """Seconds after SIGTERM at which a run that has not stopped is killed, before SageMaker kills the container."""
 _LOSS_LIMIT_S = 60.0
 """Seconds for a driver to end after a host was lost. It says which processes ran there."""
 _KEPT_LINES = 30
+"""Last lines of the output, for the failure file of a run without an `error:` line."""
 _FAILURE_CHARS = 1024
+"""SageMaker shows no more of the failure file."""
 _NOT_COPIED = ("run_default/broadcasts", "run_default/rollouts", "rollouts")
 """Directories through which the run's processes exchange data. SageMaker would copy them to S3 in every step and never
 delete the copies."""
@@ -147,11 +150,11 @@ def child_env(
 def keep_off_s3(run: Path, local_disk: Path) -> None:
     """Put what no restart needs on the instance's disk, behind links, unless S3 gave back a directory of that name."""
     for name in _NOT_COPIED:
-        place, link = local_disk / name, run / name
-        place.mkdir(parents=True, exist_ok=True)
+        target, link = local_disk / name, run / name
+        target.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink() and not link.exists():
-            link.symlink_to(place)
+            link.symlink_to(target)
 
 
 def write_failure(paths: MlPaths, lines: Sequence[str], secrets: Sequence[str]) -> None:
