@@ -22,7 +22,7 @@ from prime_rl.launch.devices import (
 from prime_rl.launch.ports import reserved_ports
 from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
-from prime_rl.utils.gpus import DeviceError, choose_device, masked_gpus, usable_gpus
+from prime_rl.utils.gpus import MASK_VARIABLE, DeviceError, choose_device, masked_gpus, usable_gpus
 
 Device = Literal["cuda", "cpu"]
 
@@ -69,6 +69,12 @@ class Sharing:
     """Require that exactly the needed GPUs are visible, as a scheduler grants them."""
     single_gpu: bool = False
     """Let inference and trainer share one GPU."""
+    gpus: tuple[str, ...] | None = None
+    """Ids of the visible GPUs to use. None: all that are visible."""
+
+    def env(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        """The launcher's environment, with only these GPUs visible."""
+        return env if self.gpus is None else {**env, MASK_VARIABLE: ",".join(self.gpus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,7 @@ def claimed_site(
         CannotStart: a program of the engine is not installed.
         NotPrivate: another user owns the cache.
     """
+    env = sharing.env(env)
     device, gpus = place(demand, sharing, env)
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
