@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from medarc_rl.completion.hooks import Shell, hook, install
-from medarc_rl.errors import UsageError
+from medarc_rl.errors import NothingToDo, UsageError
 from medarc_rl.examples import examples_text
-from prime_rl.run.directory import RunFinished
 from prime_rl.utils.errors import NotPrivate, PrimeError
 from prime_rl.utils.private import home_directory
 
@@ -79,9 +79,9 @@ class OneLineErrors(TyperGroup):
         faults: Sequence[str] = ()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-        except RunFinished as finished:
-            say(str(finished))
-            code = 0
+        except NothingToDo as done:
+            say(str(done))
+            code = done.exit_code
         except PrimeError as error:
             faults, code = error.faults, error.exit_code
         except OSError as error:
@@ -149,32 +149,121 @@ def completion_options(
     """The options of a program itself."""
 
 
-def new_app(program: str, help_text: str) -> typer.Typer:
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """A command whose module is imported when the command is called, or asked for its help."""
+
+    target: str
+    """`module:function`, which returns the exit code. Its parameter `options` is a dataclass, whose fields become the
+    command's options; `words` gets the config's files and overrides. Without `options`, Typer reads its parameters."""
+    summary: str
+    """First sentence of its docstring, for the list of commands."""
+    hidden: Sequence[str] = ()
+    """Options that its help does not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A command that has commands of its own, such as `medarc_train env`."""
+
+    commands: Mapping[str, Lazy]
+    summary: str
+
+
+class Commands(Mapping[str, Any]):
+    """The commands of a program by name, each imported when it is asked for."""
+
+    def __init__(self, program: str, declared: Mapping[str, Lazy | Group], eager: Mapping[str, Any]) -> None:
+        self.program = program
+        self.declared = declared
+        self.loaded = dict(eager)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.loaded:
+            each = self.declared[name]
+            self.loaded[name] = (
+                _load(self.program, name, each) if isinstance(each, Lazy) else _group(self.program, name, each)
+            )
+        return self.loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.loaded or name in self.declared
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.declared, *self.loaded]))
+
+    def __len__(self) -> int:
+        return len({*self.declared, *self.loaded})
+
+    def short_help(self, name: str, max_chars: int) -> str:
+        summary = self.declared[name].summary if name in self.declared else self[name].help
+        return TyperCommand(name, help=summary).get_short_help_str(max_chars)
+
+
+def _program_class(base: type[TyperGroup], program: str, declared: Mapping[str, Lazy | Group]) -> type[TyperGroup]:
+    """The class of a group with these commands. Typer makes an instance from keyword arguments alone."""
+
+    class Program(base):  # type: ignore[misc, valid-type]
+        commands: Any
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.commands = Commands(program, declared, self.commands)
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            max_chars = formatter.width - 6 - max(map(len, self.commands))
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, self.commands.short_help(name, max_chars)) for name in self.commands])
+
+    return Program
+
+
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+def new_app(program: str, help_text: str, commands: Mapping[str, Lazy | Group] | None = None) -> typer.Typer:
     """A Typer app with several commands. It does not use Rich, whose import takes longer than the rest of a dry run."""
     app = typer.Typer(
         name=program,
-        cls=OneLineErrors,
+        cls=_program_class(OneLineErrors, program, commands or {}),
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP_OPTIONS,
     )
     app.callback(help=help_text, epilog=EXIT_CODES)(completion_options)
     return app
 
 
-def new_group(app: typer.Typer, name: str, help_text: str) -> typer.Typer:
-    """A command of a program that has commands of its own, as `medarc_train env`."""
-    group = typer.Typer(
-        name=f"{app.info.name} {name}",
+def _group(program: str, name: str, group: Group) -> Any:
+    below = f"{program} {name}"
+    app = typer.Typer(
+        name=name,
+        cls=_program_class(TyperGroup, below, group.commands),
         add_completion=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP_OPTIONS,
     )
     # With a callback, a group of one command keeps that command's name.
-    group.callback()(lambda: None)
-    app.add_typer(group, name=name, help=help_text)
-    return group
+    app.callback(help=group.summary)(lambda: None)
+    return typer.main.get_command(app)
+
+
+def _load(program: str, name: str, lazy: Lazy) -> Any:
+    """Import a command's function and make the command."""
+    module, _, function = lazy.target.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    hints = get_type_hints(run)
+    app = typer.Typer(name=program, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    if "options" not in hints:
+        app.command(name, epilog=examples_of(app, name), context_settings=_HELP_OPTIONS)(run)
+    elif "words" in hints:
+        add_command(app, name, hints["options"], run, lazy.hidden)
+    else:
+        add_command_without_config(app, name, hints["options"], run)
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
 
 
 def commands_of(app: typer.Typer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.errors import UsageError
-from medarc_rl.utils import OwnedKeys, written_value
+from medarc_rl.utils import GivenConfig, OwnedKeys
 from prime_rl.configs.areal.grammar import AllocationError
 from prime_rl.configs.areal.keys import GPUS_PER_NODE
 from prime_rl.configs.areal.launched import with_derived_keys
@@ -91,7 +91,10 @@ class RlNodes:
 
 
 def rl_nodes(
-    words: Sequence[str], nodes: tuple[int | None, int | None], gpus: Sequence[int | None], single_gpu: bool
+    given: GivenConfig[RLConfig],
+    nodes: tuple[int | None, int | None],
+    gpus: Sequence[int | None],
+    single_gpu: bool,
 ) -> RlNodes | None:
     """The nodes of trainer and inference that the options or the config give; None: the run has one node.
 
@@ -103,7 +106,7 @@ def rl_nodes(
     Raises:
         UsageError: nodes would have different numbers of GPUs, or both would have to share one.
     """
-    table = _deployment(RLConfig, words)
+    table = _deployment(given)
     if nodes == (None, None) and table.get("type") != "multi_node":
         return None
     if single_gpu:
@@ -111,8 +114,8 @@ def rl_nodes(
         raise UsageError(
             f"--single-gpu, {what}: trainer and inference share one GPU or have nodes of their own; leave one out"
         )
-    given = {each for each in gpus if each is not None}
-    if len(given) > 1:
+    counts = {each for each in gpus if each is not None}
+    if len(counts) > 1:
         raise UsageError(
             f"--train-gpus {gpus[0]}, --infer-gpus {gpus[1]}: the nodes of a job have the same number of GPUs, "
             "so give both the same number"
@@ -122,7 +125,7 @@ def rl_nodes(
         for option, key in zip(nodes, ("num_train_nodes", "num_infer_nodes"), strict=True)
     )
     default = GPUS_PER_NODE if table.get("type") == "multi_node" else 1
-    return RlNodes(train, infer, _gpus_of_node(given.pop() if given else _number(table, "gpus_per_node", default)))
+    return RlNodes(train, infer, _gpus_of_node(counts.pop() if counts else _number(table, "gpus_per_node", default)))
 
 
 def _typed(*options: tuple[str, int | None]) -> str:
@@ -137,16 +140,16 @@ def _number(table: Mapping[str, Any], key: str, default: int) -> int:
         raise UsageError(f"deployment.{key} = {table[key]!r}: write a whole number") from None
 
 
-def _deployment(config_cls: type[RLConfig | SFTConfig], words: Sequence[str]) -> Mapping[str, Any]:
+def _deployment(given: GivenConfig[Any]) -> Mapping[str, Any]:
     """The table `deployment` as the config's sources and its `allocation_mode` give it.
 
-    Empty if they cannot be read, which loading reports.
+    Empty if they do not fit together, which loading reports.
     """
     try:
-        written = {key: written_value(config_cls, words, key) for key in ("deployment", "allocation_mode")}
-        given = {key: value for key, value in written.items() if value is not None}
-        table = with_derived_keys(config_cls.component, given).get("deployment")
-    except (ConfigError, UsageError, ValueError):
+        written = given.table()
+        asked = {key: written[key] for key in ("deployment", "allocation_mode") if written.get(key) is not None}
+        table = with_derived_keys(given.sources.root.component, asked).get("deployment")
+    except (ConfigError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
 
@@ -157,13 +160,13 @@ def _gpus_of_node(gpus: int) -> int:
     return gpus
 
 
-def rl_split(words: Sequence[str], train: int | None, infer: int | None, single_gpu: bool) -> GpuSplit:
+def rl_split(given: GivenConfig[RLConfig], train: int | None, infer: int | None, single_gpu: bool) -> GpuSplit:
     """The GPUs that the options give. What they leave out follows from the config's `allocation_mode`, or is 1.
 
     Raises:
         UsageError: one node does not have the GPUs, or would have to share several between trainer and server.
     """
-    trainer, servers = _allocated(words)
+    trainer, servers = _allocated(given)
     shares = trainer is not None and servers is not None and trainer[1] == servers[1]
     asked = (trainer[0] if trainer else 1, servers[0] if servers else 1)
     if shares and asked != (1, 1):
@@ -179,11 +182,11 @@ def rl_split(words: Sequence[str], train: int | None, infer: int | None, single_
     return GpuSplit(*counts, single_gpu or shares)
 
 
-def _allocated(words: Sequence[str]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+def _allocated(given: GivenConfig[RLConfig]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     """GPUs and component of trainer and of servers in the `allocation_mode`. None without them, or with a fault."""
     try:
-        mode = parse_allocation(str(written_value(RLConfig, words, "allocation_mode") or ""))
-    except (AllocationError, ConfigError, UsageError):
+        mode = parse_allocation(str(given.table().get("allocation_mode") or ""))
+    except (AllocationError, ConfigError):
         return None, None  # loading the config reports it
     places = {
         each.role: (each.sizes.gpus, number) for number, component in enumerate(mode.components) for each in component
@@ -218,9 +221,9 @@ def advice(config: RLConfig, split: GpuSplit) -> list[str]:
     ]
 
 
-def sft_owned(words: Sequence[str], gpus: int | None, nodes: int | None = None) -> OwnedKeys:
+def sft_owned(given: GivenConfig[SFTConfig], gpus: int | None, nodes: int | None = None) -> OwnedKeys:
     """The keys of `SFTConfig` that `--gpus` and `--nodes` set. Without the options the config's numbers are used."""
-    several = nodes > 1 if nodes is not None else _deployment(SFTConfig, words).get("type") == "multi_node"
+    several = nodes > 1 if nodes is not None else _deployment(given).get("type") == "multi_node"
     if not several:
         kind: dict[str, str | int | None] = {} if nodes is None else {"deployment.type": "single_node"}
         return kind if gpus is None else {**kind, "deployment.num_gpus": gpus}
@@ -237,9 +240,9 @@ def sft_nodes(config: SFTConfig) -> int:
     return config.deployment.num_nodes if config.deployment.type == "multi_node" else 1
 
 
-def sft_nodes_of(words: Sequence[str]) -> int:
+def sft_nodes_of(given: GivenConfig[SFTConfig]) -> int:
     """Number of nodes that the sources of an SFT config ask for, before it is loaded."""
-    table = _deployment(SFTConfig, words)
+    table = _deployment(given)
     nodes = str(table.get("num_nodes") or 1)
     # Loading the config reports what is no number.
     return int(nodes) if table.get("type") == "multi_node" and nodes.isdecimal() else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,10 +12,9 @@ from typer import Option
 
 from medarc_rl import medarc_submit
 from medarc_rl.backends.options import MOST_NODES, NODE_GPUS, RlGpus, SlurmJobOptions, SlurmOptions
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app
+from medarc_rl.cli import Group, Lazy, Resume, new_app
 from medarc_rl.commands.estimating import EstimateOptions
 from medarc_rl.errors import UsageError
-from medarc_rl.medarc_jobs import CancelOptions, LogsOptions, StatusOptions, cancel, logs, status
 
 PROGRAM = "medarc_slurm"
 KINDS = ("sft", "rl")
@@ -109,13 +108,15 @@ def check(words: list[str], options: CheckOptions) -> int:
     return 0 if passes_checks(job, run, env, options.json) else 1
 
 
-app = new_app("medarc_slurm", "Submit a run to Slurm, from a TOML file.")
-add_command(app, "sft", SftOptions, sft)
-add_command(app, "rl", RlOptions, rl)
-add_command(app, "check", CheckOptions, check)
-add_command_without_config(app, "status", StatusOptions, status)
-add_command_without_config(app, "logs", LogsOptions, logs)
-add_command_without_config(app, "cancel", CancelOptions, cancel)
+COMMANDS: Mapping[str, Lazy | Group] = {
+    "sft": Lazy("medarc_rl.medarc_slurm:sft", "Submit supervised fine-tuning."),
+    "rl": Lazy("medarc_rl.medarc_slurm:rl", "Submit reinforcement learning."),
+    "check": Lazy("medarc_rl.medarc_slurm:check", "Check all that a job needs, and submit nothing."),
+    "status": Lazy("medarc_rl.medarc_jobs:status", "Show what became of jobs."),
+    "logs": Lazy("medarc_rl.medarc_jobs:logs", "Print a job's output."),
+    "cancel": Lazy("medarc_rl.medarc_jobs:cancel", "End jobs."),
+}
+app = new_app("medarc_slurm", "Submit a run to Slurm, from a TOML file.", COMMANDS)
 
 SubmissionT = TypeVar("SubmissionT", bound=medarc_submit.SubmitOptions)
 

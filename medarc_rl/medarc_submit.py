@@ -6,10 +6,10 @@ Every submission goes through `submit`, also those of `medarc_slurm`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
@@ -24,9 +24,12 @@ from medarc_rl.backends.options import (
     SlurmOptions,
 )
 from medarc_rl.backends.protocol import OPTIONS, Kind, Prepared, Request, backend
-from medarc_rl.cli import Resume, add_command, add_command_without_config, new_app, resume_words, say, warn
+from medarc_rl.cli import Group, Lazy, Resume, new_app, resume_words, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job
+
+if TYPE_CHECKING:
+    from medarc_rl.utils import ConfigT, GivenConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,10 @@ def rl(words: list[str], options: RlOptions) -> int:
 
 def evaluate(words: list[str], options: EvalOptions) -> int:
     """Submit an evaluation of a model and its checkpoints."""
-    return submit(_request("eval", words, options, gpus=options.gpus, nodes=1))
+    from prime_rl.configs.eval import OfflineEvalConfig
+
+    given = _given(OfflineEvalConfig, words, options)
+    return submit(_request("eval", given, options, gpus=options.gpus, nodes=1))
 
 
 def sagemaker_policy(options: PolicyOptions) -> int:
@@ -97,50 +103,72 @@ def sagemaker_policy(options: PolicyOptions) -> int:
     return print_policies(options)
 
 
+HIDDEN = tuple(field.name for field in fields(SlurmOptions) if field.name != "project_dir")
+"""Options that `medarc_slurm --help` shows."""
+COMMANDS: Mapping[str, Lazy | Group] = {
+    "sft": Lazy("medarc_rl.medarc_submit:sft", "Submit supervised fine-tuning.", HIDDEN),
+    "rl": Lazy(
+        "medarc_rl.medarc_submit:rl",
+        "Submit reinforcement learning: inference server, orchestrator and trainer.",
+        HIDDEN,
+    ),
+    "eval": Lazy("medarc_rl.medarc_submit:evaluate", "Submit an evaluation of a model and its checkpoints.", HIDDEN),
+    "sagemaker-policy": Lazy(
+        "medarc_rl.medarc_submit:sagemaker_policy",
+        "Print the least rights that submissions to SageMaker and their jobs need, as IAM policies in JSON.",
+    ),
+}
 app = new_app(
     "medarc_submit",
     "Submit a run to Kubernetes, Ray or SageMaker, from a TOML file. For Slurm, take medarc_slurm, or its options with "
     "--to slurm.",
+    COMMANDS,
 )
-HIDDEN = [field.name for field in fields(SlurmOptions) if field.name != "project_dir"]
-"""Options that `medarc_slurm --help` shows."""
-add_command(app, "sft", SftOptions, sft, hidden=HIDDEN)
-add_command(app, "rl", RlOptions, rl, hidden=HIDDEN)
-add_command(app, "eval", EvalOptions, evaluate, hidden=HIDDEN)
-add_command_without_config(app, "sagemaker-policy", PolicyOptions, sagemaker_policy)
 
 
 def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
     from medarc_rl.deployment import sft_nodes_of, sft_owned
+    from prime_rl.configs.sft import SFTConfig
 
+    given = _given(SFTConfig, words, options)
     # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
     # that such a config becomes one for a single node.
-    nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(words))
-    owned = sft_owned(words, options.gpus or None, nodes)
-    return _request("sft", words, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
+    nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(given))
+    owned = sft_owned(given, options.gpus or None, nodes)
+    return _request("sft", given, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
 
 
 def rl_request(words: list[str], options: RlOptions, program: str = "medarc_submit") -> Request:
     from medarc_rl.deployment import rl_nodes, rl_split
+    from prime_rl.configs.rl import RLConfig
 
+    given = _given(RLConfig, words, options)
     nodes = rl_nodes(
-        words, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
+        given, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
     )
     if nodes is not None:
-        return _request("rl", words, options, program, owned=nodes.owned, nodes=nodes.total)
-    split = rl_split(words, options.train_gpus, options.infer_gpus, options.single_gpu)
-    return _request("rl", words, options, program, owned=split.owned, nodes=1, split=split)
+        return _request("rl", given, options, program, owned=nodes.owned, nodes=nodes.total)
+    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+    return _request("rl", given, options, program, owned=split.owned, nodes=1, split=split)
+
+
+def _given(root: type[ConfigT], words: list[str], options: SubmitOptions) -> GivenConfig[ConfigT]:
+    """Read the config, once the options are known to be the back-end's. Raises UsageError."""
+    # Imported here: `--help` reads no config.
+    from medarc_rl.utils import GivenConfig
+
+    if faults := list(foreign_options(options)):
+        raise UsageError(*faults)
+    return GivenConfig.read(root, [*words, *resume_words(options.resume)])
 
 
 def _request(
-    kind: Kind, words: list[str], options: SubmitOptions, program: str = "medarc_submit", **shape: Any
+    kind: Kind, given: GivenConfig[Any], options: SubmitOptions, program: str = "medarc_submit", **shape: Any
 ) -> Request:
-    if faults := list(foreign_options(options)):
-        raise UsageError(*faults)
     return Request(
         kind=kind,
-        words=[*words, *resume_words(options.resume)],
-        config=config_files(words),
+        given=given,
+        config=config_files(given.words),
         name=options.name,
         output_dir=options.output_dir,
         resume=options.resume,

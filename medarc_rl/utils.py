@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from medarc_rl.backends.slurm_queue import refuse_if_queued
 from medarc_rl.cli import say, warn
-from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.explain.origins import Explained, explained_config
+from medarc_rl.errors import MedarcError, NothingToDo, UsageError
+from medarc_rl.explain.origins import OURS, Explained, explained_config
 from medarc_rl.explain.record import record_origins
 from medarc_rl.explain.screen import table
 from medarc_rl.migrate.draft import suggested_migrations
@@ -21,19 +21,24 @@ from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
-from prime_rl.configs.surface.root import RootConfig
 from prime_rl.launch.restarting import launcher_fault
 from prime_rl.run.checkpoints import end_of
-from prime_rl.run.directory import check_run_dir, files_readable_by, prepare_run_dir, write_configs
+from prime_rl.run.directory import (
+    RunFinished,
+    check_run_dir,
+    files_readable_by,
+    prepare_run_dir,
+    write_configs,
+)
 from prime_rl.run.lock import refuse_if_locked
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage.staging import has_s3_names, inputs_of
 from prime_rl.utils.errors import RunDirError, StagingRefused
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning, showing_warnings
-from prime_rl.utils.pydantic_config.arguments import arguments_layer, is_boolean_flag, parse_arguments
-from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, value_at, with_underscores
-from prime_rl.utils.pydantic_config.load import read_layers
-from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
+from prime_rl.utils.pydantic_config.arguments import is_boolean_flag, parse_arguments
+from prime_rl.utils.pydantic_config.layers import Layer, set_at, value_at
+from prime_rl.utils.pydantic_config.load import ConfigSources
+from prime_rl.utils.pydantic_config.toml_files import section_of, split_files
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -42,8 +47,8 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="SFTConfig | RLConfig | OfflineEvalConfig")
 
-OwnedKeys = Mapping[str, str | int | None]
-"""Dotted config keys that the wrapper sets, overriding files and options."""
+OwnedKeys = Mapping[str, Any]
+"""Values of dotted config keys that the command itself sets, over files and options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +75,56 @@ class Run(Generic[ConfigT]):
         return next((ckpt.resume_step for ckpt in self.checkpoints if ckpt.resume_step is not None), None)
 
 
-def split_words(config_cls: type[RootConfig], words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Split the words of a command line into config files, weakest first, and overrides.
+@dataclass(frozen=True, slots=True)
+class GivenConfig(Generic[ConfigT]):
+    """A config as a command line names it: the words, and what was read from them, once."""
 
-    Raises:
-        UsageError: no file is named, and this is not an evaluation, whose settings are few.
-        ConfigError: an `@` without a file.
-    """
-    files, overrides = split_files(words, partial(is_boolean_flag, config_cls))
-    left_over = parse_arguments(config_cls, overrides, allow_extras=True).extras
-    plain = [word for word in left_over if not word.startswith("-")]
-    # With an `@ file`, a word that is not a TOML file is more likely the value of a mistyped option.
-    candidates = [word for word in plain if word.endswith(".toml")] or (plain if not files else [])
-    if candidates:
-        overrides.remove(candidates[0])
-        files.insert(0, Path(candidates[0]))
-    if not files and config_cls.component != "eval":
-        raise UsageError("no config: name a TOML file, as in `config.toml` or `@ config.toml`")
-    return files, overrides
+    words: Sequence[str]
+    """Files and overrides, as typed."""
+    files: Sequence[Path]
+    """Config files, weakest first."""
+    sources: ConfigSources[ConfigT]
+
+    @classmethod
+    def read(cls, root: type[ConfigT], words: Sequence[str]) -> GivenConfig[ConfigT]:
+        """Read the files and options of a command line, and the environment. Warnings are printed to stderr.
+
+        Raises:
+            UsageError: no file is named, and this is not an evaluation, whose settings are few; or one line for each
+                file, option or variable that cannot be read.
+        """
+        try:
+            with showing_warnings():
+                files, overrides = split_files(words, partial(is_boolean_flag, root))
+                parsed = parse_arguments(root, overrides)
+                # With an `@ file`, a word that is not a TOML file is more likely the value of a mistyped option.
+                tomls = [word for word in parsed.plain if word.endswith(".toml")]
+                if candidates := tomls or (parsed.plain if not files else []):
+                    files.insert(0, Path(parsed.take(candidates[0])))
+                if not files and root.component != "eval":
+                    raise UsageError("no config: name a TOML file, as in `config.toml` or `@ config.toml`")
+                return cls(words, files, ConfigSources.read(root, files, parsed.checked().layer()))
+        except ConfigError as error:
+            raise UsageError(*error.faults) from error
+
+    @property
+    def stem(self) -> str:
+        """Name of the config file. A file for the whole config comes before one of a section."""
+        whole = [*(file for file in self.files if not section_of(file)), *self.files]
+        return whole[0].stem if whole else ""
+
+    def table(self) -> dict[str, Any]:
+        """What the sources give, before it is validated. Raises ConfigError."""
+        with warnings.catch_warnings():
+            # Building the config warns of the same.
+            warnings.simplefilter("ignore", ConfigWarning)
+            return self.sources.table()
 
 
 def load_run(
-    config_cls: type[ConfigT],
-    words: Sequence[str],
-    kind: str,
-    output_dir: Path | None,
-    owned: OwnedKeys,
-    submits: bool = False,
+    given: GivenConfig[ConfigT], kind: str, output_dir: Path | None, owned: OwnedKeys, submits: bool = False
 ) -> Run[ConfigT]:
-    """Load a config from the words of a command line. Warnings, and overrides without effect, are printed to stderr.
+    """Validate a config, with `owned` as its strongest layer. Warnings, and values without effect, go to stderr.
 
     The run's directory is `output_dir`, or the config's own, or `outputs/<config stem>-<kind>`, without a file
     `outputs/<kind>`. Commands that submit nothing drop `[slurm]`.
@@ -106,27 +132,29 @@ def load_run(
     Raises:
         UsageError: one line for each fault.
     """
-    written: list[Layer] = []
+    root, sources = given.sources.root, given.sources
     try:
         with showing_warnings():
-            files, overrides = split_words(config_cls, words)
-            written = [*read_files(files).layers, arguments_layer(config_cls, overrides)]
-            given = [with_underscores(config_cls, layer) for layer in written]
-            whole = [*(file for file in files if not section_of(file)), *files]
-            stem = whole[0].stem if whole else ""
-            table = merge_layers(config_cls, given)
-            root = output_dir or table.get("output_dir", f"outputs/{stem}-{kind}" if whole else f"outputs/{kind}")
-            if isinstance(root, str | Path):
-                owned = {**_placed(root, table), **_slurm_keys(config_cls, table, owned, submits), **owned}
-            for line in _dropped(given, owned):
+            table = given.table()
+            place = output_dir or table.get("output_dir", "-".join(filter(None, (f"outputs/{given.stem}", kind))))
+            if isinstance(place, str | Path):
+                owned = {**_placed(place, table), **_slurm_keys(root, table, owned, submits), **owned}
+            for line in _dropped(sources.layers, owned):
                 warn(line)
-            arguments = [*overrides, *map(_as_argument, owned.items())]
-            config, values = explained_config(config_cls, files, arguments, owned)
+            config, values = explained_config(sources.over(_layer_of(owned)))
     except ConfigError as error:
-        for line in suggested_migrations(config_cls.component, written):
+        for line in suggested_migrations(root.component, sources.layers):
             warn(line)
         raise UsageError(*error.faults) from error
-    return Run(config, RunPaths(Path(config.output_dir)), stem, values, tuple(files))
+    return Run(config, RunPaths(Path(config.output_dir)), given.stem, values, tuple(given.files))
+
+
+def _layer_of(owned: OwnedKeys) -> Layer:
+    """The keys that the command itself sets."""
+    data: dict[str, Any] = {}
+    for key, value in owned.items():
+        set_at(data, tuple(key.split(".")), value)
+    return Layer(OURS, data)
 
 
 def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: OwnedKeys, submits: bool) -> OwnedKeys:
@@ -136,18 +164,6 @@ def _slurm_keys(config_cls: type[ConfigT], table: Mapping[str, Any], owned: Owne
     if owned.get("deployment.type") != "multi_node":
         return {} if submits else {"slurm": None}
     return {} if table.get("slurm") is not None else {"slurm.project_dir": "."}
-
-
-def written_value(config_cls: type[RootConfig], words: Sequence[str], key: str) -> Any:
-    """A top-level key as the sources of a config give it, before it is loaded. Raises UsageError or ConfigError.
-
-    Warnings are left to the loading.
-    """
-    files, overrides = split_words(config_cls, words)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConfigWarning)
-        layers = read_layers(config_cls, files, arguments_layer(config_cls, overrides))
-        return merge_layers(config_cls, layers).get(key)
 
 
 def refuse_other_launcher(config: SFTConfig | RLConfig, here: Launcher, words: Sequence[str]) -> None:
@@ -174,11 +190,6 @@ def _utf8(text: str) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"output directory {text!r}: TOML, and so the run's config, holds UTF-8 only") from None
     return text
-
-
-def _as_argument(item: tuple[str, str | int | None]) -> str:
-    key, value = item
-    return f"--no-{key}" if value is None else f"--{key}={value}"
 
 
 def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
@@ -210,7 +221,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
     Raises:
         UsageError: a key is not built, a file or package of the config is missing, or the directory holds another run,
             or not the step to continue from, or belongs to a job in Slurm's queue.
-        RunFinished: `--resume auto` finds nothing left to do.
+        NothingToDo: `--resume auto` finds nothing left to do.
     """
     unbuilt, unstartable = unbuilt_faults(run.config), start_faults(run.config, job_dir)
     tolerated = [*unbuilt, *(fault for fault in unstartable if isinstance(fault, NotInstalled))] if dry_run else []
@@ -273,6 +284,8 @@ def reporting_directory_errors() -> Iterator[None]:
     """Turn faults of a run's directory and of the file system into one line."""
     try:
         yield
+    except RunFinished as finished:
+        raise NothingToDo(str(finished)) from finished
     except RunDirError as error:
         raise UsageError(str(error)) from error
     except OSError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,21 +18,22 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_train
 from medarc_rl.errors import UsageError
 from medarc_rl.launchers.shared_node import first_gpus
+from prime_rl.launch.placement import Sharing
+from prime_rl.utils.pydantic_config import dump_toml
 
 
 class Launches:
-    """Stands in for `rl_local` and `sft_local`: remembers what it was given."""
+    """Stands in for `rl_local` and `sft_local`: remembers what it was given, and says that all is ready."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.configs: list[Any] = []
-        self.masks: list[str | None] = []
-        self.single: list[str | None] = []
+        self.sharing: list[Sharing | None] = []
 
-    def __call__(self, config: Any) -> int:
+    def __call__(self, config: Any, on_ready: Callable[[], None], sharing: Sharing | None = None) -> int:
         self.configs.append(config)
-        self.masks.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self.single.append(os.environ.get("MEDARC_SINGLE_GPU"))
+        self.sharing.append(sharing)
+        on_ready()
         return self.code
 
 
@@ -38,11 +42,32 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     stand_in = Launches()
     monkeypatch.setattr("medarc_rl.launchers.rl_local.rl_local", stand_in)
     monkeypatch.setattr("medarc_rl.launchers.sft_local.sft_local", stand_in)
-    # The command sets these two; monkeypatch restores them.
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("MEDARC_SINGLE_GPU", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return stand_in
+
+
+COUNTED = """
+import atexit, collections, json, os, sys
+opened, parsed = collections.Counter(), []
+
+def count(event, args):
+    if event == "open" and isinstance(args[0], str):
+        opened[args[0]] += 1
+
+def calls(frame, event, arg):
+    if event == "call" and frame.f_code.co_name == "parse_arguments":
+        parsed.append(frame)
+
+sys.addaudithook(count)
+sys.setprofile(calls)
+atexit.register(lambda: print("\\n" + json.dumps([opened, len(parsed)]), file=sys.stderr))
+from medarc_rl.medarc_train import main
+main()
+"""
+
+
+def shared(**settings: Any) -> Sharing:
+    return Sharing(free_ports=True, exact_gpus=True, **settings)
 
 
 def run(*words: object) -> Result:
@@ -122,8 +147,24 @@ def test_rl_is_handed_to_the_launcher(launches: Launches, rl_toml: Path, tmp_pat
     (config,) = launches.configs
     assert (config.deployment.num_train_gpus, config.deployment.num_infer_gpus) == (2, 1)
     assert config.trainer.model.seq_len == 64
-    assert (launches.masks, launches.single) == (["0,1,2"], ["0"])
-    assert sorted(path.name for path in (out / "configs").iterdir()) == [
+    assert launches.sharing == [shared(gpus=("0", "1", "2"))]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_launch_writes_each_config_once_and_where_its_values_come_from(
+    rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def noted(config: Any, path: Path, exclude: Collection[str] = ()) -> None:
+        written.append(path.name)
+        dump_toml(config, path, exclude)
+
+    monkeypatch.setattr("prime_rl.utils.pydantic_config.dump_toml", noted)
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert sorted(written) == ["inference.toml", "orchestrator.toml", "rl.toml", "trainer.toml"]
+    assert sorted(path.name for path in (tmp_path / "out" / "configs").iterdir()) == [
         "inference.toml",
         "orchestrator.toml",
         "origins.json",
@@ -132,9 +173,26 @@ def test_rl_is_handed_to_the_launcher(launches: Launches, rl_toml: Path, tmp_pat
     ]
 
 
+def test_the_process_of_a_command_opens_the_config_once_and_parses_the_options_once(
+    rl_toml: Path, tmp_path: Path
+) -> None:
+    """Counted by the interpreter itself, for files that the config inherits from, too."""
+    top = tmp_path / "top.toml"
+    top.write_text(f'toml_files = ["{rl_toml}"]\n', encoding="utf-8")
+    words = ["rl", str(top), "--output-dir", str(tmp_path / "out"), "--device", "cpu", "--max-steps", "2", "--dry-run"]
+    done = subprocess.run([sys.executable, "-c", COUNTED, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    opened, parsed = json.loads(done.stderr.splitlines()[-1])
+    assert {name: count for name, count in opened.items() if name in (str(top), str(rl_toml))} == {
+        str(top): 1,
+        str(rl_toml): 1,
+    }
+    assert parsed == 1
+
+
 def test_one_gpu_for_both(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
     assert run("rl", rl_toml, "--output-dir", tmp_path / "out", "--single-gpu").exit_code == 0
-    assert (launches.masks, launches.single) == (["0"], ["1"])
+    assert launches.sharing == [shared(gpus=("0",), single_gpu=True)]
 
 
 def test_the_first_of_the_visible_ids_are_taken(
@@ -142,7 +200,7 @@ def test_the_first_of_the_visible_ids_are_taken(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab,MIG-cd,7")
     assert run("rl", rl_toml, "--output-dir", tmp_path / "out").exit_code == 0
-    assert launches.masks == ["GPU-ab,MIG-cd"]
+    assert launches.sharing == [shared(gpus=("GPU-ab", "MIG-cd"))]
 
 
 def test_the_launchers_exit_code_is_the_commands(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
@@ -150,15 +208,14 @@ def test_the_launchers_exit_code_is_the_commands(launches: Launches, rl_toml: Pa
     assert run("rl", rl_toml, "--output-dir", tmp_path / "out").exit_code == 3
 
 
-def test_another_runs_checkpoints_are_left_alone(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
+def test_another_runs_checkpoints_are_left_alone(rl_toml: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints" / "step_4").mkdir(parents=True)
-    result = run("rl", rl_toml, "--output-dir", tmp_path / "out")
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 2
-    assert launches.configs == []
     assert not (tmp_path / "out" / "configs").exists()
 
 
-def test_what_is_not_built_is_refused_before_the_start(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
+def test_what_is_not_built_is_refused_before_the_start(rl_toml: Path, tmp_path: Path) -> None:
     result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--max-model-len", 5)
     assert result.exit_code == 2
     assert "max_model_len = 5 is not supported yet" in result.stderr

@@ -21,7 +21,7 @@ from medarc_rl.backends.ray.driver import _options
 from medarc_rl.deployment import gpus_of_nodes
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs.log import JobRecord, Status, circumstances
-from medarc_rl.utils import load_run
+from medarc_rl.utils import GivenConfig, load_run
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost
 
@@ -46,7 +46,8 @@ interval = 2
 
 def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(SFT + EVAL)
-    config = load_run(SFTConfig, [str(tmp_path / "sft.toml")], "sft", tmp_path, {"deployment.num_gpus": 2}).config
+    given = GivenConfig.read(SFTConfig, [str(tmp_path / "sft.toml")])
+    config = load_run(given, "sft", tmp_path, {"deployment.num_gpus": 2}).config
     assert gpus_of_nodes(config, single_gpu=False) == [3]
 
 
@@ -87,7 +88,7 @@ def submitted(directory: Path, config: str, program: str) -> JobRecord:
         output=str(out),
         text="",
         details=details,
-        run=load_run(SFTConfig, [str(file)], "sft", out, {}),
+        run=load_run(GivenConfig.read(SFTConfig, [str(file)]), "sft", out, {}),
         kind="sft",
         argv=(sys.executable, "-c", program),
         config=out / "ray" / "config.toml",

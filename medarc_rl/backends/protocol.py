@@ -18,7 +18,7 @@ from medarc_rl.jobs.log import JobRecord, Status
 
 if TYPE_CHECKING:
     from medarc_rl.deployment import GpuSplit
-    from medarc_rl.utils import OwnedKeys, Run
+    from medarc_rl.utils import GivenConfig, OwnedKeys, Run
     from prime_rl.configs.areal.launched import Launcher
 
 Kind = Literal["sft", "rl", "eval"]
@@ -39,12 +39,11 @@ STOPS_ITSELF = "this Ray job stops itself, so that nothing starts it again"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The user's request. Nothing has been read, written or sent yet."""
+    """The user's request. The config has been read, not validated. Nothing has been written or sent yet."""
 
     kind: Kind
-    words: Sequence[str]
-    """The words of the command line that are not options of the command: files and overrides of the config, with
-    `--resume`."""
+    given: GivenConfig[Any]
+    """The config as the command line names it, with `--resume`."""
     config: str
     """The TOML files, as typed."""
     name: str | None
@@ -52,7 +51,7 @@ class Request:
     output_dir: str | None
     """`--output-dir`, as typed."""
     resume: str | None = None
-    """`--resume`, as typed. `words` hold it, too."""
+    """`--resume`, as typed. `given` holds it, too."""
     nodes: int
     split: GpuSplit | None = None
     """RL on one node: GPUs of the trainer and of inference. None for all others."""
@@ -85,14 +84,10 @@ class Request:
         """
         # Imported here: the commands of the job log load no config, and would wait for these imports.
         from medarc_rl.utils import load_run, refuse_other_launcher
-        from prime_rl.configs.eval import OfflineEvalConfig
-        from prime_rl.configs.rl import RLConfig
-        from prime_rl.configs.sft import SFTConfig
 
-        config_cls: Any = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}[self.kind]
-        run = load_run(config_cls, self.words, self.kind, output_dir, {**self.owned, **(owned or {})}, submits)
+        run = load_run(self.given, self.kind, output_dir, {**self.owned, **(owned or {})}, submits)
         if self.kind != "eval":  # an evaluation runs on one node and names no launcher
-            refuse_other_launcher(run.config, launcher, self.words)
+            refuse_other_launcher(run.config, launcher, self.given.words)
         return run
 
     def gpus_of_node(self, config: Any) -> int:

@@ -22,8 +22,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.supervised.evaluation import evaluation_of
+from prime_rl.configs.sft import SFTConfig, evaluation_of
 
 START_LIMIT_S = 120.0
 """Seconds for the import of the launcher, which may come from a cold network file system."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from medarc_rl.errors import UsageError
-from prime_rl.checks.chat_models import ChatPlan, find_chat_models
-from prime_rl.checks.chat_templates import read_template
-from prime_rl.utils.errors import StartFault
+
+if TYPE_CHECKING:
+    from prime_rl.checks.chat_models import ChatPlan
 
 CHAT = "prime_rl.inference.chat"
 
@@ -66,6 +66,10 @@ def chat(options: ChatOptions) -> int:
 
 def plan_of(options: ChatOptions) -> ChatPlan:
     """Find the models of a chat. Raises UsageError."""
+    from prime_rl.checks.chat_models import ChatPlan, find_chat_models
+    from prime_rl.checks.chat_templates import read_template
+    from prime_rl.utils.errors import StartFault
+
     if options.base is not None and options.no_base:
         raise UsageError("--base and --no-base exclude each other: give one")
     try:

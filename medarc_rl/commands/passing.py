@@ -8,19 +8,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import UsageError
-from medarc_rl.launchers.shared_node import shared_node
-from medarc_rl.utils import load_run
-from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.launch.commands import EVAL
-from prime_rl.launch.run import launch
-from prime_rl.watch.screens import eval_screen
+
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.configs.rollouts.environments import EvalEnvConfig
 
 PASSK = "prime_rl.eval.passk"
 TABLE = "pass_rates.jsonl"
@@ -55,9 +52,16 @@ def passk(words: list[str], options: PasskOptions) -> int:
 
     CONFIG is that of `medarc_train eval`. Started again, it makes only the missing rollouts.
     """
+    from medarc_rl.launchers.shared_node import shared_node
+    from medarc_rl.utils import GivenConfig, load_run
+    from prime_rl.configs.eval import OfflineEvalConfig
+    from prime_rl.launch.commands import EVAL
+    from prime_rl.launch.run import launch
+    from prime_rl.watch.screens import eval_screen
+
     _refuse_useless(options)
-    owned = {} if options.attempts is None else {"rollouts_per_example": f"[{options.attempts}]"}
-    run = load_run(OfflineEvalConfig, words, "passk", options.output_dir, owned)
+    owned = {} if options.attempts is None else {"rollouts_per_example": [options.attempts]}
+    run = load_run(GivenConfig.read(OfflineEvalConfig, words), "passk", options.output_dir, owned)
     code = launch(EVAL, run.config, eval_screen, shared_node(os.environ))
     if run.config.dry_run:
         return code

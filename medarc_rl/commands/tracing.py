@@ -11,9 +11,6 @@ from typer import Argument, Option
 
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.stored import local_run
-from prime_rl.configs.storage import is_on_s3
-from prime_rl.utils.logger import count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +28,12 @@ def trace(options: TraceOptions) -> int:
     All processes and attempts share one clock. Open the file at ui.perfetto.dev, which reads it in the browser and
     uploads nothing, or at chrome://tracing.
     """
-    # Imported here so that the other commands do not load it.
+    from medarc_rl.stored import local_run
+    from prime_rl.configs.storage import is_on_s3
     from prime_rl.history.traces import merge_traces
     from prime_rl.run.paths import RunPaths
     from prime_rl.utils.errors import UserError
+    from prime_rl.utils.logger import count_of
 
     run = local_run(options.run)
     target = options.out or (Path(f"{run.name}-trace.json") if is_on_s3(options.run) else run / "trace.json")

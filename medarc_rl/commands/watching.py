@@ -11,8 +11,6 @@ from typing import Annotated
 from typer import Argument, Option
 
 from medarc_rl.errors import UsageError
-from medarc_rl.stored import local_run
-from prime_rl.configs.storage import is_on_s3
 
 INTERRUPTED = 130
 """128 + SIGINT."""
@@ -35,14 +33,15 @@ def watch(options: WatchOptions) -> int:
     read. Ctrl-C ends watching, not the run. Exit code: 0 if the run is complete, or goes on (--once); 1 if it failed,
     stopped or was killed, or its end is unknown; 2 if RUN is no run; 130 after Ctrl-C.
     """
-    if is_on_s3(options.run) and not options.once:
-        raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: add --once")
-    # Imported here so that the other commands do not load it.
+    from medarc_rl.stored import local_run
+    from prime_rl.configs.storage import is_on_s3
     from prime_rl.history.run import RunHistory
     from prime_rl.utils.errors import UserError
     from prime_rl.watch.overview import screen
     from prime_rl.watch.overview.facts import Reader
 
+    if is_on_s3(options.run) and not options.once:
+        raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: add --once")
     try:
         reader = Reader(RunHistory.open(local_run(options.run)))
     except UserError as error:

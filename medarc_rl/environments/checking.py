@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Option
+from typing import Any
 
 from medarc_rl.cli import say
+from medarc_rl.commands.environments import CheckOptions
 from medarc_rl.environments.installing import install_into, source_of
 from medarc_rl.errors import UsageError
 from prime_rl.checks.packages import environment_faults
@@ -39,29 +38,6 @@ _TAIL_LINES = 8
 _LEVELS = ("ok", "warn", "fail")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    environment: Annotated[
-        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
-    ]
-    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
-    model: Annotated[Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")] = None
-    rows: Annotated[
-        int,
-        Option(
-            min=1,
-            max=1000,
-            help="Rows in which all kinds of answers are tried. Right answers are tried in the first 64, too.",
-        ),
-    ] = 4
-    form: Annotated[
-        str | None,
-        Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),
-    ] = None
-    limit_s: Annotated[float, Option(min=0.1, help="Longest time of one rollout, in seconds.")] = 30.0
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-
-
 @dataclass(slots=True)
 class Findings:
     """Rows of the check."""
@@ -79,10 +55,7 @@ class Findings:
 
 
 def check(options: CheckOptions) -> int:
-    """Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`. Needs no model.
-
-    Ends with 1 if something failed.
-    """
+    """Look at an environment's dataset, and try its rewards. Ends with 1 if something failed."""
     if options.form is not None and "{answer}" not in options.form:
         raise UsageError("--form has no {answer}, which stands for the answer of a row")
     if options.model is not None and not (options.model / "tokenizer.json").is_file():

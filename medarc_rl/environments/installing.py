@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution, distributions, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
-from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
+from medarc_rl.commands.environments import InstallOptions, ListOptions, UninstallOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name, lacks_name_in
 from prime_rl.interpreters.registry import (
@@ -55,19 +55,6 @@ _LOOK_LIMIT_S = 60.0
 _LEFT_DAYS = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstallOptions:
-    source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
-    own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
-    shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
-    python: Annotated[
-        str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
-    ] = None
-    copy: Annotated[bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")] = (
-        False
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """Argument of `uv pip install`."""
@@ -92,10 +79,7 @@ class Package:
 
 
 def install(options: InstallOptions) -> int:
-    """Install an environment for this user's runs: `env install ./medqa`. Its id then works in every config.
-
-    If the run's interpreter has what it requires, it runs there; otherwise it gets an interpreter of its own.
-    """
+    """Install an environment for this user's runs."""
     if options.own and options.shared:
         raise UsageError("--own and --shared exclude each other: give one")
     if options.shared and options.python is not None:
@@ -298,16 +282,6 @@ def _remove_left(registry: Registry) -> None:
 
 
 OWN, SHARED, RUN = "own interpreter", "the run's, added", "the run's"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class UninstallOptions:
-    id: Annotated[str, Argument(metavar="ID", help="Id of an environment that `env install` has installed.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,12 @@ import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import jinja2
-from typer import Argument, Option
 
 from medarc_rl.cli import say
+from medarc_rl.commands.environments import NewOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import find_module, is_built_in
 from prime_rl.interpreters.registry import Registry, module_of
@@ -26,7 +24,6 @@ from prime_rl.utils.errors import UserError, one_line
 NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 MAX_NAME_CHARS = 50
 TEMPLATES = Path(__file__).parent / "templates"
-Kind = Literal["single-turn", "multi-turn", "tools", "judge"]
 ABOUT = {
     "single-turn": "Asks a question, and compares the answer with the right one.",
     "multi-turn": "Answers the model until it has found a number.",
@@ -37,15 +34,8 @@ _MAX_TOKENS = {"tools": 96, "judge": 32}
 _DEFAULT_MAX_TOKENS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewOptions:
-    name: Annotated[str, Argument(metavar="NAME", help="Id of the environment: lower case, digits and dashes.")]
-    kind: Annotated[Kind, Option(help="What the environment does.")] = "single-turn"
-    directory: Annotated[Path, Option(help="Where the folder NAME is made.")] = Path()
-
-
 def new(options: NewOptions) -> int:
-    """Write the package of a new environment: `env new medqa --kind tools`. It trains as it is; replace its rows."""
+    """Write the package of a new environment."""
     _check_name(options.name)
     target = options.directory / options.name
     try:

@@ -6,18 +6,17 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
-from typer import Argument, Option
 
 from medarc_rl.cli import say
+from medarc_rl.commands.environments import TryOptions
 from medarc_rl.environments.checking import arguments_of, installed
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
-from medarc_rl.utils import load_run
+from medarc_rl.utils import GivenConfig, load_run
 from prime_rl.checks.chat_models import find_chat_models
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.launch.commands import EVAL
@@ -32,39 +31,8 @@ if TYPE_CHECKING:
     from prime_rl.history.rollouts import KeptRollouts
 
 
-@dataclass(frozen=True, kw_only=True)
-class TryOptions:
-    environment: Annotated[
-        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
-    ]
-    model: Annotated[
-        str,
-        Option(
-            help="A run's directory (its newest weights), one of its steps, a model's folder, a hub id, or with "
-            "--base-url the name on the server."
-        ),
-    ]
-    base_url: Annotated[
-        str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
-    ] = None
-    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
-    examples: Annotated[int, Option("--examples", "-n", min=1, max=1000, help="Number of examples.")] = 3
-    rollouts: Annotated[int, Option(min=1, max=100, help="Rollouts of each example.")] = 1
-    max_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
-    temperature: Annotated[float | None, Option(min=0, help="By default, the model's own.")] = None
-    chat_template: Annotated[str | None, Option(help="Replaces the model's own: a file, Jinja text, or `chatml`.")] = (
-        None
-    )
-    device: Annotated[Literal["auto", "cuda", "cpu"], Option(help="`auto` uses a GPU if there is one.")] = "auto"
-    html: Annotated[Path | None, Option(metavar="FILE", help="Write the conversations as an HTML page, too.")] = None
-    full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
-
-
 def try_(options: TryOptions) -> int:
-    """Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.
-
-    Evaluation rows are used, or training rows if there are none.
-    """
+    """Roll out a few examples, and show what was said and what it earned."""
     if options.html is not None and options.html.is_dir():
         raise UsageError(f"--html {options.html} is a directory: name a file")
     if options.base_url is not None and options.chat_template is not None:
@@ -76,7 +44,7 @@ def try_(options: TryOptions) -> int:
             file.write_text(tomli_w.dumps(_settings(options, env.id, arguments)), encoding="utf-8")
         except TypeError as error:
             raise UsageError("--args: a config has no null: leave the argument out") from error
-        run = load_run(OfflineEvalConfig, [str(file)], "eval", out, {})
+        run = load_run(GivenConfig.read(OfflineEvalConfig, [str(file)]), "eval", out, {})
         with _variables(variables):
             code = launch(EVAL, run.config, eval_screen, shared_node(os.environ))
         shown = _show(RunPaths(out), options)

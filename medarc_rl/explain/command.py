@@ -12,7 +12,6 @@ from typer import Option
 
 from medarc_rl.cli import say
 from medarc_rl.errors import UsageError
-from prime_rl.utils.pydantic_config import ConfigError
 
 if TYPE_CHECKING:
     from medarc_rl.explain.sources import Source
@@ -39,8 +38,8 @@ def explain(words: list[str], options: ExplainOptions) -> int:
     listed with the file and line, option, environment variable or rule that set it, and what it overrides. KEY is a
     key, or a section.
     """
-    # Imported here so that the other commands do not load it.
     from medarc_rl.explain.sources import Source
+    from prime_rl.utils.pydantic_config import ConfigError
 
     try:
         source = Source.of_words(words, options.kind)

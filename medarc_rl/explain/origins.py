@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from medarc_rl.migrate.text import split_statements
-from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config.arguments import arguments_layer
+from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.base import Derivation, recorded_derivations
 from prime_rl.utils.pydantic_config.layers import Layer, value_at
-from prime_rl.utils.pydantic_config.load import build_config, read_layers
-from prime_rl.utils.pydantic_config.toml_files import section_of
+from prime_rl.utils.pydantic_config.load import ConfigSources
 from prime_rl.utils.tables import KeyPath
 
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseSettings)
 OURS = "this command"
 _ABSENT = object()
 
@@ -68,25 +65,17 @@ class Explained:
         return self.written if self.rule is not None else self.written[1:]
 
 
-def explained_config(
-    config_cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str], owned: Collection[str] = ()
-) -> tuple[ConfigT, list[Explained]]:
-    """Load a config, and explain each of its values in the order of its classes.
-
-    `owned` are dotted keys among the overrides that the command itself sets.
+def explained_config(sources: ConfigSources[ConfigT]) -> tuple[ConfigT, list[Explained]]:
+    """Build a config from its sources, and explain each of its values in the order of its classes.
 
     Raises:
         ConfigError: the config has faults.
     """
-    arguments = arguments_layer(config_cls, overrides)
-    ours: dict[KeyPath, str] = {tuple(key.split(".")): OURS for key in owned}
-    layers = read_layers(config_cls, files, replace(arguments, origins={**arguments.origins, **ours}))
     with recorded_derivations() as derivations:
-        config = build_config(config_cls, layers)
+        config = sources.build()
     derived = _by_path(config, derivations)
-    sections = {str(file): section_of(file) for file in files}
     values = [
-        Explained(path, value, section, tuple(_written(path, layers, sections)), derived.get(path))
+        Explained(path, value, section, tuple(_written(path, sources.layers)), derived.get(path))
         for path, value, section in leaves(config)
     ]
     keys = {each.key for each in values}
@@ -144,12 +133,12 @@ def _with_rule_above(value: Explained, derived: Mapping[KeyPath, str], keys: Col
     return value
 
 
-def _written(path: KeyPath, layers: Sequence[Layer], sections: Mapping[str, tuple[str, ...]]) -> Iterator[Setting]:
+def _written(path: KeyPath, layers: Sequence[Layer]) -> Iterator[Setting]:
     """What the sources hold for a path, the strongest first, down to one that replaces everything below it."""
     for layer in reversed(layers):
         value = value_at(layer.data, path, _ABSENT)
         if value is not _ABSENT:
-            yield Setting(value, _place(layer, path, sections.get(layer.name, ())))
+            yield Setting(value, _place(layer, path))
         if _replaces(layer.data, path):
             return
 
@@ -165,11 +154,12 @@ def _replaces(data: Any, path: KeyPath) -> bool:
     return False
 
 
-def _place(layer: Layer, path: KeyPath, section: tuple[str, ...]) -> str:
-    if not Path(layer.name).is_file():
+def _place(layer: Layer, path: KeyPath) -> str:
+    """The option, the variable, or the file and line that set a path."""
+    if layer.text is None:
         return layer.origin(path)
-    lines = _lines(Path(layer.name).read_text(encoding="utf-8"))
-    inside = path[len(section) :]
+    lines = _lines(layer.text)
+    inside = path[len(layer.section) :]
     for length in range(len(inside), 0, -1):
         if inside[:length] in lines:
             return f"{layer.name}:{lines[inside[:length]]}"

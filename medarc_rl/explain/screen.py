@@ -10,7 +10,7 @@ from typing import Any
 
 from medarc_rl.explain.origins import Explained
 from prime_rl.configs.surface.resuming import rule_for
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text, value_text
 from prime_rl.utils.tables import KeyPath
 
@@ -59,7 +59,7 @@ def _short(place: str, names: Mapping[str, str]) -> str:
     return f"{names[file]}:{line}" if colon and file in names else place
 
 
-def details(root: type[RootConfig], value: Explained, copies: Sequence[Explained]) -> Iterator[str]:
+def details(root: type[BaseSettings], value: Explained, copies: Sequence[Explained]) -> Iterator[str]:
     """Everything about one value. `copies` are the values that follow it."""
     field, name = value.section.model_fields[str(value.path[-1])], str(value.path[-1])
     yield f"{value.key} = {value_text(value.value)}"

@@ -11,10 +11,10 @@ from medarc_rl.explain.origins import Explained, explained_config
 from medarc_rl.explain.record import recorded_origins
 from medarc_rl.migrate.draft import kind_of
 from prime_rl.configs.surface.kinds import ROOTS
-from prime_rl.configs.surface.root import RootConfig
 from prime_rl.run.paths import RunPaths
-from prime_rl.utils.pydantic_config import showing_warnings
+from prime_rl.utils.pydantic_config import BaseSettings, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import parse_arguments
+from prime_rl.utils.pydantic_config.load import ConfigSources
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
 from prime_rl.utils.pydantic_config.suggest import nearest_keys
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
@@ -28,7 +28,7 @@ class Source:
     """A config whose values are explained."""
 
     name: str
-    root: type[RootConfig]
+    root: type[BaseSettings]
     values: Sequence[Explained]
     key: str | None = None
     """The key or section that was asked for."""
@@ -52,18 +52,17 @@ class Source:
     @classmethod
     def of_config(cls, words: Sequence[str], kind: str | None) -> Source:
         """Raises UsageError, or ConfigError if the config has faults."""
-        root = ROOTS[kind or _kind_of(words)]
+        texts: dict[str, str] = {}
+        root = ROOTS[kind or _kind_of(words, texts)]
         files, overrides = split_files(words, lambda flag: is_boolean_flag(root, flag))
-        plain = [word for word in parse_arguments(root, overrides, allow_extras=True).extras if word[0] != "-"]
+        parsed = parse_arguments(root, overrides)
+        plain = [parsed.take(word) for word in list(parsed.plain)]
         if not files and plain:
             files = [Path(plain.pop(0))]
-            overrides.remove(str(files[0]))
-        for word in plain:
-            overrides.remove(word)
         if len(plain) > 1:
             raise UsageError(f"one KEY at a time (got {' and '.join(plain)})")
         with showing_warnings():
-            _, values = explained_config(root, files, overrides)
+            _, values = explained_config(ConfigSources.read(root, files, parsed.checked().layer(), texts))
         key = plain[0].replace("-", "_") if plain else None
         return cls(" ".join(map(str, files)), root, values, key)
 
@@ -73,8 +72,9 @@ class Source:
         paths = RunPaths(directory)
         for kind, component in (("rl", "rl"), ("sft", "sft"), ("eval", "eval"), ("sft", "trainer")):
             if (file := paths.config(component)).is_file():
-                _, values = explained_config(ROOTS[kind], [file], [])
-                return cls(str(directory), ROOTS[kind], recorded_origins(paths, values), key)
+                root = ROOTS[kind]
+                _, values = explained_config(ConfigSources.read(root, [file]))
+                return cls(str(directory), root, recorded_origins(paths, values), key)
         raise UsageError(f"{directory} is no run: it has no configs/rl.toml, sft.toml or eval.toml")
 
     def below_key(self, key: str | None = None) -> list[Explained]:
@@ -88,15 +88,15 @@ class Source:
         return found
 
 
-def _kind_of(words: Sequence[str]) -> str:
-    """The command that the files among some words are for. Raises UsageError."""
+def _kind_of(words: Sequence[str], texts: dict[str, str]) -> str:
+    """The command that the files among some words are for. `texts` keeps what was read. Raises UsageError."""
     files, rest = split_files(words, lambda flag: False)
     files = files or [Path(word) for word in rest if word.endswith(".toml")][:1]
     if not files:
         raise UsageError("no config: name a TOML file or the directory of a run, as in `explain config.toml`")
     if any(section_of(file) for file in files):
         return "rl"
-    settings = {path: value for layer in read_files(files).layers for path, value in leaves(layer.data)}
+    settings = {path: value for layer in read_files(files, texts).layers for path, value in leaves(layer.data)}
     kind = kind_of(settings) if settings else "sft"
     if kind not in _KINDS:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from medarc_rl.launchers.batch_job import in_batch_job
@@ -15,9 +16,9 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.watch.screens import sft_screen
 
 
-def sft_local(config: SFTConfig, bin_dir: Path | None = None) -> int:
+def sft_local(config: SFTConfig, bin_dir: Path | None = None, on_ready: Callable[[], None] = lambda: None) -> int:
     """Run the ranks of the SFT trainer to their common end and return the exit code, as `rl_local` does."""
-    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir, slurm_cluster(os.environ))
+    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir, slurm_cluster(os.environ), on_ready)
 
 
 def main() -> None:

@@ -19,8 +19,7 @@ from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.meanings import DEFAULTS, DIFFERENT, SAME_HERE
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, unbuilt_faults
 from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, split_component
-from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning
+from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
 from prime_rl.utils.pydantic_config.faults import faults_of, locate
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
@@ -479,7 +478,7 @@ def _misfits(draft: Draft, error: ValidationError) -> Iterator[tuple[KeyPath, st
             yield from ((target, fault) for target in targets)
 
 
-def _fault(root: type[RootConfig], detail: ErrorDetails, data: dict[str, Any]) -> str:
+def _fault(root: type[BaseSettings], detail: ErrorDetails, data: dict[str, Any]) -> str:
     """One validation error in words, without the file's name."""
     single = InitErrorDetails(type=detail["type"], loc=detail["loc"], input=detail["input"])
     if "ctx" in detail:

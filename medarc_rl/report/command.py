@@ -11,8 +11,6 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.stored import local_run
-from prime_rl.configs.storage import is_on_s3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +37,10 @@ class ReportOptions:
 
 def report(options: ReportOptions) -> int:
     """Write a report of a run, or a comparison of several: one HTML file, and PNGs of its charts."""
-    # Imported here so that the other commands do not load it.
     from medarc_rl.report.charts import group_runs, open_runs
     from medarc_rl.report.write import write_report
+    from medarc_rl.stored import local_run
+    from prime_rl.configs.storage import is_on_s3
 
     if options.price is not None and not math.isfinite(options.price):
         raise UsageError(f"--price {options.price}: give an amount of USD, such as 2.50")

@@ -19,13 +19,12 @@ from typer import Argument, Option
 
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import UsageError
-from medarc_rl.stored import local_run
-from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
     from prime_rl.history.rollouts import KeptRollout, KeptRollouts, RolloutFilter
+    from prime_rl.run.paths import RunPaths
 
 SHOWN = 5
 """Rollouts to show, if nothing says how many."""
@@ -84,7 +83,7 @@ def rollouts(options: RolloutsOptions) -> int:
         raise UsageError("--per-prompt is for --to-sft")
     if len(options.runs) > 1:
         raise UsageError("give one RUN; only --to-sft takes several")
-    kept = KeptRollouts(_paths(local_run(options.run)))
+    kept = KeptRollouts(_paths(options.run))
     wanted = _filter(options)
     count = Counted(_rollouts(kept, options, wanted))
     try:
@@ -118,7 +117,7 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
     wanted, export = _filter(options), Export(options.per_prompt)
     looked_at = 0
     for run in options.runs:
-        kept = KeptRollouts(_paths(local_run(run)))
+        kept = KeptRollouts(_paths(run))
         # Evaluations are not trained on unless they are asked for, and of a training all steps count.
         asked = options if options.eval is not None or options.step is not None else replace(options, step="all")
         for each in _rollouts(kept, replace(asked, runs=[run]), wanted):
@@ -152,7 +151,11 @@ class Counted:
             yield each
 
 
-def _paths(run: Path) -> RunPaths:
+def _paths(directory: Path) -> RunPaths:
+    from medarc_rl.stored import local_run
+    from prime_rl.run.paths import RunPaths
+
+    run = local_run(directory)
     if not run.is_dir():
         raise UsageError(f"RUN: {run} {'is a file' if run.exists() else 'does not exist'}; give the directory of a run")
     return RunPaths.from_orchestrator_dir(run)

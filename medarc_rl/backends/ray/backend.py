@@ -192,7 +192,7 @@ def _checked_address(address: str | None, request: Request) -> str | None:
     if address is None:
         return None
     if address.startswith(("http://", "https://")):
-        driver = ("python", "-m", RAY_DRIVER, request.kind, *request.words)
+        driver = ("python", "-m", RAY_DRIVER, request.kind, *request.given.words)
         raise UsageError(
             f"--ray-address {address}: this is Ray's job server; let it run the driver, with "
             f"`ray job submit --address {shlex.quote(address)} -- {shlex.join(driver)}`"

@@ -226,7 +226,7 @@ def _loaded(request: Request, options: SageMakerOptions) -> Run[Any]:
             "--output-dir s3://BUCKET/PREFIX/JOB/run, which `medarc_jobs list` shows"
         )
     if run.resume_step is None and run.checkpoints:
-        return replace(request, words=[*request.words, "--resume=auto"]).load(launcher, Path(RUN_DIR), owned)
+        return request.load(launcher, Path(RUN_DIR), {**owned, "ckpt.resume_step": "auto"})
     return run
 
 

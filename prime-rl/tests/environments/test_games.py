@@ -24,9 +24,9 @@ from prime_rl.orchestrator.workers.loading import load_environments
 pytest.importorskip("gymnasium", reason="gymnasium is not installed: `uv sync --extra environments`")
 pytest.importorskip("textarena", reason="textarena is not installed: `uv sync --extra environments`")
 
-from prime_rl.environments.adapters.games.processes import GameProcesses
-from prime_rl.environments.adapters.games.turns import GameError, clean
+from prime_rl.environments.adapters.local_games import GameProcesses
 from prime_rl.environments.adapters.options import read_gymnasium_config, read_textarena_config
+from prime_rl.environments.adapters.turns import GameError, clean
 
 LAKE = {
     "game": "FrozenLake-v1",

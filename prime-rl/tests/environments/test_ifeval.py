@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.environments.rewards.ifeval import CONSTRAINTS, RLVR, follows, if_multi, ifeval, sentences
-from prime_rl.environments.rewards.languages import detected
+from prime_rl.environments.rewards.ifeval import CONSTRAINTS, RLVR, detected, follows, if_multi, ifeval, sentences
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["Dose", "pain"]}, "a dose for pain", "a dose"),

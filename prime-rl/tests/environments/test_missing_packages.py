@@ -9,8 +9,8 @@ import pytest
 from prime_rl.checks.packages import built_in_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.environments.adapters.options import PACKAGES, READERS
-from prime_rl.environments.builtin import BUILT_IN
+from prime_rl.environments.adapters.options import READERS
+from prime_rl.environments.builtin import BUILT_IN, PACKAGES
 
 ARGS = {
     "gymnasium": {"game": "FrozenLake-v1"},

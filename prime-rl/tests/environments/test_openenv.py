@@ -15,9 +15,9 @@ import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.environments.adapters.games.game_options import OpenEnvConfig
-from prime_rl.environments.adapters.games.openenv_client import Answers, OpenEnvServer
-from prime_rl.environments.adapters.games.turns import GameError, GameFault
+from prime_rl.environments.adapters.openenv import ActionParser, OpenEnvServer
+from prime_rl.environments.adapters.options import OpenEnvConfig
+from prime_rl.environments.adapters.turns import GameError, GameFault
 from prime_rl.interpreters.venvs import VENVS_VARIABLE, python_of, venv_of_project
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
 from prime_rl.orchestrator.errors import EnvironmentFault
@@ -131,14 +131,14 @@ def test_an_environment_that_fails_is_named(server: Server) -> None:
 def test_answers_become_actions_of_the_servers_schema(
     schema: dict[str, Any], args: dict[str, Any], answer: str, action: object
 ) -> None:
-    answers = Answers({"properties": schema}, OpenEnvConfig(url="http://host", **args))
+    answers = ActionParser({"properties": schema}, OpenEnvConfig(url="http://host", **args))
     assert answers.action(answer) == action
     assert bool(answers.instruction) == (len(schema) == 2 and not args and "metadata" not in schema)
 
 
 def test_a_field_that_actions_do_not_have_is_named() -> None:
     with pytest.raises(GameFault, match="action_field = 'txt': actions have the fields text"):
-        Answers({"properties": {"text": {}}}, OpenEnvConfig(url="http://host", action_field="txt"))
+        ActionParser({"properties": {"text": {}}}, OpenEnvConfig(url="http://host", action_field="txt"))
 
 
 def test_a_server_that_is_gone_is_named_and_one_that_comes_back_is_used(server: Server, python: Path) -> None:

@@ -15,12 +15,13 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.environments.adapters.options import read_reasoning_gym_config
 from prime_rl.environments.builtin import built_in_module
+from prime_rl.utils.errors import UserError
 from prime_rl.utils.pydantic_config import ConfigError
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: `uv sync --extra environments`")
 
-from prime_rl.environments.adapters.procedural import TaskFault, rows_of
-from prime_rl.environments.adapters.reasoning_gym import AdapterFault, load_environment
+from prime_rl.environments.adapters.procedural import rows_of
+from prime_rl.environments.adapters.reasoning_gym import load_environment
 
 MIXTURE: dict[str, Any] = {
     "datasets": [
@@ -77,10 +78,10 @@ def test_rows_and_their_ids_are_the_same_in_another_load_and_none_is_evaluated(e
 
 
 def test_an_unknown_task_and_a_refused_config_are_one_line() -> None:
-    with pytest.raises(AdapterFault, match=r"^reasoning-gym makes no rows: no task 'chain_sun'; did you mean '"):
+    with pytest.raises(UserError, match=r"^reasoning-gym makes no rows: no task 'chain_sun'; did you mean '"):
         load_environment(task="chain_sun")
     refused = {"datasets": [{"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}}], "task": None}
-    with pytest.raises(TaskFault, match="the task 'chain_sum' refuses its config"):
+    with pytest.raises(UserError, match="the task 'chain_sum' refuses its config"):
         rows_of(refused, 2, 0)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from prime_rl.environments.rewards import registry
-from prime_rl.environments.rewards.calling import load
 from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
+from prime_rl.environments.rewards.worker import load
 
 MATRIX = r"\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}"
 SCHEMA = {"type": "object", "required": ["dose"], "properties": {"dose": {"type": "number", "minimum": 0}}}

@@ -12,12 +12,9 @@ import pytest
 
 from prime_rl.environments.rewards.registry import RewardSpec, resolve
 from prime_rl.environments.rows.arguments import read_rows_config
+from prime_rl.environments.rows.curricula import PassRate, read_pass_rates, write_order, write_pass_rates
 from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
-from prime_rl.environments.rows.loading import load_problems
-from prime_rl.environments.rows.mixing import mixed
-from prime_rl.environments.rows.orders import write_order
-from prime_rl.environments.rows.pass_rates import PassRate, read_pass_rates, write_pass_rates
-from prime_rl.environments.rows.problems import Problem
+from prime_rl.environments.rows.loading import Problem, load_problems, mixed
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.utils.pydantic_config import ConfigError
 

@@ -14,11 +14,11 @@ import pytest
 
 from prime_rl.environments.builtin import built_in_module
 from prime_rl.environments.judging.agreement import Agreement, measure
-from prime_rl.environments.judging.rubric_environment import load_environment
-from prime_rl.environments.judging.weighted_rubric import (
+from prime_rl.environments.judging.rubric import (
     Criterion,
     RubricFault,
     RubricJudge,
+    load_environment,
     read_cases,
     score,
     verdict,
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_used_is_named_with_its_line(tmp_path: Path) -> No
 
 
 async def test_the_built_in_environment_rewards_what_the_judge_grants() -> None:
-    assert built_in_module("rubric") == "prime_rl.environments.judging.rubric_environment"
+    assert built_in_module("rubric") == "prime_rl.environments.judging.rubric"
     env = load_environment(str(CASES), judge_that(person()), "m", num_eval=3)
     assert (len(env.get_dataset()), len(env.get_eval_dataset())) == (5, 3)
     case = read_cases(CASES)[0]

@@ -17,14 +17,13 @@ from typing import get_args
 
 import pytest
 
-from prime_rl.environments.sandbox.attacks import ATTACKS, ESCAPES, FORGERIES, Attack, attempt
-from prime_rl.environments.sandbox.layers import Layer, LayerName, SandboxFault, layer
-from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.attacks import ATTACKS, ESCAPES, FORGERIES, Attack, try_attack
+from prime_rl.environments.sandbox.layers import Layer, LayerName, ProgramLimits, SandboxFault, layer
 from prime_rl.environments.sandbox.sandbox import Sandbox, Verdict
 from prime_rl.utils.private import RUNTIME_VARIABLE
 from prime_rl.utils.scratch import scratch_directory
 
-PATIENT = Limits(time_s=300, output_bytes=10_000)
+PATIENT = ProgramLimits(time_s=300, output_bytes=10_000)
 """An honest program passes on a slow machine, too."""
 
 
@@ -42,7 +41,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_an_attack_scores_0_and_leaves_nothing_behind(sandbox: Sandbox, attack: Attack) -> None:
-    outcome = attempt(sandbox, attack)
+    outcome = try_attack(sandbox, attack)
     assert outcome.held, outcome
 
 
@@ -57,7 +56,7 @@ def test_every_layer_that_can_run_holds(sandbox: Sandbox, name: LayerName) -> No
     try:
         assert name in other.describe() or name == "seccomp"
         for attack in (*FORGERIES[:3], *ESCAPES[::3]):
-            assert attempt(other, attack).held, attack
+            assert try_attack(other, attack).held, attack
         pids = other.pids()
         assert len(pids) == 2
     finally:
@@ -166,7 +165,7 @@ def test_a_container_has_no_network_no_privileges_and_the_limits_of_its_programs
     engine.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SandboxFault, match=r"podman: no\)"):
-        Sandbox("podman", Limits(memory_mb=300, threads=7))
+        Sandbox("podman", ProgramLimits(memory_mb=300, threads=7))
     asked = (tmp_path / "asked").read_text().split("\n")
     flags = "--network none --cap-drop ALL --user 65534:65534 --memory 428m --pids-limit 9".split()
     wanted = {

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.supervised.evaluation import evaluation_of
+from prime_rl.configs.sft import SFTConfig, evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.run.checkpoints import compared_configs
 from prime_rl.run.evaluations import EvaluatedSteps, prepare_evaluations, settings_of

@@ -12,11 +12,10 @@ import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.eval.report import Row, print_table
-from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.results import CandidateScores, Key, Result, ResultsFile, print_table
 from prime_rl.eval.run import other_template
-from prime_rl.orchestrator.evaluation.scores import unscored_line
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.scores import unscored_line
 from prime_rl.run.evaluations import Candidate, Following, check_settings, find_candidates, save_settings, settings_of
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import EvalPaths
@@ -210,7 +209,10 @@ def test_a_base_model_does_not_stand_in_for_weights_that_are_not_there(weights: 
 def test_the_table_is_plain_text_where_there_is_no_terminal() -> None:
     file = io.StringIO()
     scores = {"avg@4": 0.25, "pass@1": 0.25, "pass@4": 1.0, "completion_len/mean": 9.5, "is_truncated/mean": 0.5}
-    rows = [Row("base", 0, "a", {**scores, "failed/count": 0, "time": 2.0}), Row("step 20", 20, "b", {"avg@4": 0.5})]
+    rows = [
+        CandidateScores("base", 0, "a", {**scores, "failed/count": 0, "time": 2.0}),
+        CandidateScores("step 20", 20, "b", {"avg@4": 0.5}),
+    ]
     print_table(rows, file)
     lines = [line.split() for line in file.getvalue().splitlines()]
     assert lines[0] == "weights environment avg@4 pass@1 pass@4 length truncated failed seconds".split()
@@ -222,7 +224,7 @@ def test_the_table_is_plain_text_where_there_is_no_terminal() -> None:
 def test_the_table_has_the_parts_of_the_reward_and_what_is_only_measured() -> None:
     file = io.StringIO()
     parts = {"reward_parts/right": 0.4, "reward_parts/layout": 0.9, "metrics/words": 12.5}
-    print_table([Row("base", 0, "a", {"avg@1": 0.85, "completion_len/mean": 9.5, **parts})], file)
+    print_table([CandidateScores("base", 0, "a", {"avg@1": 0.85, "completion_len/mean": 9.5, **parts})], file)
     titles, values = (line.split() for line in file.getvalue().splitlines())
     assert titles[2:7] == ["avg@1", "right", "layout", "words", "length"]
     assert values[2:7] == ["0.850", "0.400", "0.900", "12.500", "9.5"]
@@ -237,7 +239,7 @@ def test_scores_that_failed_reward_functions_lowered_are_told() -> None:
         "1 of 2 rollouts had a reward function that failed, which counts as 0; the first: right: RuntimeError: boom"
     )
     file = io.StringIO()
-    print_table([Row("base", 0, "a", {"avg@1": 0.5, "reward_errors/mean": 0.5})], file)
+    print_table([CandidateScores("base", 0, "a", {"avg@1": 0.5, "reward_errors/mean": 0.5})], file)
     titles, values = file.getvalue().splitlines()
     assert (titles.split()[-2:], values.split()[-1]) == (["reward", "errors"], "50.0%")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.environments.rows.pass_rates import read_pass_rates
+from prime_rl.environments.rows.curricula import read_pass_rates
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.eval.passk import PassPlan, ordered, pass_rates, write
 from prime_rl.run.paths import EvalPaths

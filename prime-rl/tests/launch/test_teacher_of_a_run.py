@@ -24,7 +24,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.launch.plan import rl_request
 from prime_rl.orchestrator.batches.teacher import Teacher
-from prime_rl.orchestrator.errors import TeacherFault
+from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.pydantic_config import ConfigWarning, load_config
@@ -159,7 +159,7 @@ async def test_what_a_teacher_cannot_score_is_one_line(distillation, settings, t
         await teacher.wait_ready(None)
         await teacher.score([sample])
 
-    with pytest.raises(TeacherFault, match=fault):
+    with pytest.raises(OrchestratorError, match=fault):
         await ask()
     await teacher.close()
 
@@ -187,7 +187,7 @@ async def test_a_server_without_prompt_logprobs_is_told_before_the_first_step() 
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = {"base_url": [f"http://127.0.0.1:{server.server_port}/v1"], "skip_model_check": True}
         teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}}))
-        with pytest.raises(TeacherFault, match="does not return log-probabilities of a prompt: it needs"):
+        with pytest.raises(OrchestratorError, match="does not return log-probabilities of a prompt: it needs"):
             await teacher.wait_ready(None)
         await teacher.close()
         server.shutdown()

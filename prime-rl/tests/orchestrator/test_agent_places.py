@@ -15,7 +15,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.environments.judging.offer import offered_in_a_trial
+from prime_rl.environments.judging.gateway import offered_in_a_trial
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args

@@ -19,8 +19,7 @@ from prime_rl.configs.advantages import NormalizedAdvantageConfig
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
-from prime_rl.orchestrator.batches.batch import build_batch
-from prime_rl.orchestrator.batches.filters import GibberishFilter, RepetitionFilter, apply_filters
+from prime_rl.orchestrator.batches.batch import GibberishFilter, RepetitionFilter, apply_filters, build_batch
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.images import has_image

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig, OrchestratorConfig
-from prime_rl.orchestrator.reports.metrics import reward_metrics
+from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.configs.orchestrator import NCCLWeightBroadcastConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.servers.direct_weights import DirectWeights
+from prime_rl.orchestrator.servers.policy import DirectWeights
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.run.paths import OrchestratorPaths
 

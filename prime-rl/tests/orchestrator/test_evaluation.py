@@ -14,13 +14,12 @@ import pytest
 
 from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValConfig
 from prime_rl.monitors import JsonlMonitor
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, has_response, score_titles
-from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
+from prime_rl.orchestrator.scores import eval_metrics, has_response, score_titles
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.utils.files import replacing_directory
@@ -185,8 +184,8 @@ async def test_an_evaluation_says_that_failed_reward_functions_lowered_its_score
     tmp_path: Path, rollout, caplog
 ) -> None:
     environment = Environment(partial(rollout, reward_errors={"right": "ValueError: no score today"}))
-    environment.reward_functions = {"right": 1.0}
-    evaluator = evaluator_of(RunPaths(tmp_path), 0, [EvalSet("letters", environment, range(2), 1, 0)])
+    environment.name, environment.reward_functions = "letters", {"right": 1.0}
+    evaluator = evaluator_of(RunPaths(tmp_path), 0, [EvalSet(environment, range(2), 1, 0)])
     await evaluator.finish(0)
     assert (
         "Evaluation on 'letters': 2 of 2 rollouts had a reward function that failed, which counts as 0; "

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import GibberishFilterConfig, RepetitionFilterConfig
-from prime_rl.orchestrator.batches.filters import apply_filters, setup_filters
+from prime_rl.orchestrator.batches.batch import apply_filters, setup_filters
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 

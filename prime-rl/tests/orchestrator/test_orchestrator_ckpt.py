@@ -8,7 +8,7 @@ import pytest
 from prime_rl.configs.orchestrator import CheckpointConfig, NCCLWeightBroadcastConfig, OrchestratorConfig
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_empty_broadcasts, remove_stale, restore
-from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.run import weights_timeout_s
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.contents import write_marker
@@ -56,14 +56,14 @@ def test_the_latest_step_is_the_trainers_latest_complete_one(checkpoints: Checkp
 def test_without_a_trainer_checkpoint_latest_is_refused_and_auto_starts_afresh(checkpoints: Checkpoints) -> None:
     save(checkpoints, 0, 1)
     assert checkpoints.resolve(AUTO) is None
-    with pytest.raises(ResumeFault, match="there is nothing to resume"):
+    with pytest.raises(OrchestratorError, match="there is nothing to resume"):
         checkpoints.resolve(LATEST)
 
 
 def test_a_step_without_our_part_is_refused_and_the_message_names_one_that_has_both(checkpoints: Checkpoints) -> None:
     save(checkpoints, 2)
     save_trainer(checkpoints, 2, 5)
-    with pytest.raises(ResumeFault, match=r"checkpoint of step 5 has no counterpart .*: resume from 2"):
+    with pytest.raises(OrchestratorError, match=r"checkpoint of step 5 has no counterpart .*: resume from 2"):
         checkpoints.resolve(5)
     assert checkpoints.resolve(LATEST) == 2
 
@@ -72,10 +72,10 @@ def test_an_unreadable_part_is_one_line(checkpoints: Checkpoints) -> None:
     save(checkpoints, 2)
     part = checkpoints.paths.checkpoint(2)
     (part / "progress.json").write_text("{")
-    with pytest.raises(ResumeFault, match=r"progress\.json has 1 bytes instead of the"):
+    with pytest.raises(OrchestratorError, match=r"progress\.json has 1 bytes instead of the"):
         checkpoints.load(2)
     write_marker(part.parent, {})
-    with pytest.raises(ResumeFault, match="cannot read"):
+    with pytest.raises(OrchestratorError, match="cannot read"):
         checkpoints.load(2)
 
 
@@ -125,14 +125,15 @@ async def test_weights_come_from_the_broadcast_or_else_from_the_export(checkpoin
 
 async def test_weights_that_do_not_appear_are_one_line_with_both_places(checkpoints: Checkpoints) -> None:
     with pytest.raises(
-        ResumeFault, match=r"waited for the weights of version 3 in .*broadcasts/step_3 or in .*weights/step_3 since"
+        OrchestratorError,
+        match=r"waited for the weights of version 3 in .*broadcasts/step_3 or in .*weights/step_3 since",
     ):
         await checkpoints.await_weights(3, timeout_s=0)
 
 
 async def test_without_a_limit_weights_are_not_waited_for(checkpoints: Checkpoints) -> None:
     with pytest.raises(
-        ResumeFault, match=r"version 3 are not in .*: .* set orchestrator.ckpt.wait_for_weights_timeout"
+        OrchestratorError, match=r"version 3 are not in .*: .* set orchestrator.ckpt.wait_for_weights_timeout"
     ):
         await checkpoints.await_weights(3, timeout_s=None)
     with replacing_directory(checkpoints.run.weight(3)):
@@ -153,7 +154,7 @@ async def test_an_adapter_comes_from_the_broadcast_only_since_exports_are_merged
     of_adapter = Checkpoints(checkpoints.run, checkpoints.paths, only_published=True)
     with replacing_directory(checkpoints.run.weight(3)):
         pass
-    with pytest.raises(ResumeFault, match=r"waited for the weights of version 3 in [^ ]*broadcasts/step_3 since"):
+    with pytest.raises(OrchestratorError, match=r"waited for the weights of version 3 in [^ ]*broadcasts/step_3 since"):
         await of_adapter.await_weights(3, timeout_s=0)
 
 

@@ -6,17 +6,17 @@ import pytest
 
 from prime_rl.orchestrator.batches.batch import build_batch, what_is_left_out
 from prime_rl.orchestrator.ckpt import Progress
-from prime_rl.orchestrator.errors import MalformedRollout, NothingToTrain
-from prime_rl.orchestrator.reports.metrics import (
+from prime_rl.orchestrator.errors import MalformedRollout, OrchestratorError
+from prime_rl.orchestrator.reports.reporter import (
     StepStatus,
     count_tokens,
     environment_metrics,
-    lag_metrics,
     log_line,
     progress_metrics,
     reward_metrics,
     rollout_metrics,
     sample_text,
+    staleness_metrics,
     status_metrics,
 )
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
@@ -95,7 +95,7 @@ def test_the_lag_of_rollouts_is_that_of_their_oldest_token_and_masked_tokens_do_
     failed = rollout(replace(turn([1], [2]), details=CallDetails((VersionSpan(1, 0, 1),))), error="ModelError")
     for each, version in zip([*rollouts, failed], (7, 9, 1), strict=True):
         each.version = version
-    metrics = lag_metrics([Group(rollouts), Group([failed])], step=9)
+    metrics = staleness_metrics([Group(rollouts), Group([failed])], step=9)
     assert (metrics["batch/lag/mean"], metrics["batch/lag/max"]) == (pytest.approx((2 + 0 + 8) / 3), 8)
     assert metrics["batch/token_lag/mean"] == (4 * 2 + 2 * 1 + 2 * 0) / 8
     assert metrics["batch/token_lag/max"] == 2
@@ -126,7 +126,7 @@ async def test_empty_batches_wait_longer_each_time_and_end_the_run_at_the_fifth(
     empty = EmptyBatches(sleep)
     for _ in range(4):
         await empty.pause(3, "of 2 rollouts 2 have no answer")
-    with pytest.raises(NothingToTrain, match=r"step 3: 5 batches in a row .* of the last one, of 2 rollouts 2 have"):
+    with pytest.raises(OrchestratorError, match=r"step 3: 5 batches in a row .* of the last one, of 2 rollouts 2 have"):
         await empty.pause(3, "of 2 rollouts 2 have no answer")
     assert pauses == [30, 60, 120, 240]
 

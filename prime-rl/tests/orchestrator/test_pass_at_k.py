@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k, pass_at_powers
+from prime_rl.orchestrator.scores import pass_at_k, pass_at_powers
 
 
 def test_one_success_in_four() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.orchestrator.errors import NothingToTrain
+from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
-from prime_rl.orchestrator.scheduling.buffer import Buffer
-from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.scheduling.buffer import Buffer, fingerprint
 from prime_rl.orchestrator.workers.loading import load_environments
 
 THRESHOLDS = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
@@ -80,7 +79,7 @@ def test_an_environment_without_normal_examples_is_not_sampled(finish: Finish) -
     finish(buffer, ExampleRef("a", 0), 1.0)
     assert drawn(buffer) == refs("b", 0)
     finish(buffer, ExampleRef("b", 0), 0.0)
-    with pytest.raises(NothingToTrain, match="no example is left to train on"):
+    with pytest.raises(OrchestratorError, match="no example is left to train on"):
         buffer.sample()
 
 

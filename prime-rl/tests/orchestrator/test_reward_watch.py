@@ -14,7 +14,13 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.orchestrator.reports.reward_watch import WINDOW_STEPS, CutAnswers, EqualRewards, PartTrend, RewardWatch
+from prime_rl.orchestrator.reports.reward_watch import (
+    WINDOW_STEPS,
+    EqualRewards,
+    PartTrend,
+    RewardWatch,
+    TruncatedRollouts,
+)
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.workers.in_memory import reward_functions
@@ -60,7 +66,7 @@ def test_groups_of_one_rollout_are_named_as_the_reason() -> None:
 def test_steps_in_which_most_answers_are_cut_off_are_warned_of_once() -> None:
     whole = rollouts(0.0, 1.0)
     cut = [replace(each, is_truncated=True) for each in whole]
-    watch = CutAnswers("orchestrator.seq_len = 20")
+    watch = TruncatedRollouts("orchestrator.seq_len = 20")
     warning = watch.observe(cut + whole + cut)
     assert warning == "4 of 6 rollouts were cut off, so most answers have no end (orchestrator.seq_len = 20)"
     others = [watch.observe(batch) for batch in (cut, whole + cut, cut, *[whole] * 5)]

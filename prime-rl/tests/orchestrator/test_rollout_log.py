@@ -14,10 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.history.rollouts import KeptRollouts, token_texts
 from prime_rl.orchestrator.batches.batch import build_batch
-from prime_rl.orchestrator.reports.records import longest_text
-from prime_rl.orchestrator.reports.rollout_log import RolloutLog
-from prime_rl.orchestrator.reports.selection import choose_groups
-from prime_rl.orchestrator.reports.thinning import densest, thin_out
+from prime_rl.orchestrator.reports.rollout_log import RolloutLog, choose_groups, densest, longest_text, thin_out
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts
 from prime_rl.run.directory import prepare_run_dir

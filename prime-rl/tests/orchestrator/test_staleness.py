@@ -20,8 +20,7 @@ from prime_rl.orchestrator.batches.batch import BatchTarget
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.scheduling.buffer import Buffer
-from prime_rl.orchestrator.scheduling.rate import RateLimit
-from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
+from prime_rl.orchestrator.scheduling.scheduler import RateLimit, Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
 from prime_rl.run.paths import OrchestratorPaths

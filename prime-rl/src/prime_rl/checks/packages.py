@@ -18,8 +18,8 @@ from prime_rl.configs.rollouts.agents import EXTERNAL, ROW_FILES
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.configs.storage import is_on_s3
-from prime_rl.environments.adapters.options import READERS, missing_package
-from prime_rl.environments.builtin import BUILT_IN, built_in_module
+from prime_rl.environments.adapters.options import READERS
+from prime_rl.environments.builtin import BUILT_IN, built_in_module, missing_package
 from prime_rl.environments.rewards.registry import RewardFault, resolve
 from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
 from prime_rl.interpreters.registry import Registry

@@ -1,1 +1,1 @@
-"""What environments are made of: reward functions, a sandbox for code, datasets."""
+"""Environments and their parts: rows, reward functions, judges, a sandbox for code, adapters, agents."""

@@ -13,21 +13,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from prime_rl.environments.rows.orders import write_order
-from prime_rl.environments.rows.pass_rates import PassRate, write_pass_rates
+from prime_rl.environments.rows.curricula import PassRate, write_order, write_pass_rates
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.history.rollouts import KeptRollout, KeptRollouts
-from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_k
+from prime_rl.orchestrator.scores import pass_at_k
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import count_of
 
 _ALMOST = 1e-9
-"""Rewards are sums of floats: one this much below the threshold counts as right."""
+"""Tolerance of the threshold, because rewards are sums of floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """What to make of the results of an evaluation."""
+    """Table and curriculum to make from the results of an evaluation."""
 
     output_dir: str
     """Directory of the evaluation."""
@@ -36,7 +35,7 @@ class PassPlan:
     threshold: float = 1.0
     """Least reward of a right answer."""
     step: int | None = None
-    """Weights that were evaluated. None if there are only some of one step."""
+    """Step of the evaluated weights. None if the results have one step only."""
     env: str | None = None
     asked: Mapping[str, tuple[int, int | None, int]] | None = None
     """By environment: first row, end of the rows (None is all), and attempts. Results of an earlier start with more do
@@ -44,7 +43,7 @@ class PassPlan:
     curriculum: str | None = None
     """Text file of prompt ids to write."""
     order: Literal["easy", "hard"] = "easy"
-    """Which prompts come first in it."""
+    """Prompts that come first in the curriculum."""
     min_pass_rate: float | None = None
     max_pass_rate: float | None = None
 

@@ -1,23 +1,35 @@
-"""Stores finished rollouts as lines of a file, so that a second start does not repeat them."""
+"""Results of an evaluation: the file of finished rollouts, the table on the terminal, and the summary file.
+
+A second start with the same directory makes only the rollouts that the file lacks.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.orchestrator.scores import score_titles
 from prime_rl.run.directory import free_name
 from prime_rl.utils.files import replacing_file
 
+PLAIN_WIDTH = 240
+"""Width of the table in a file or a pipe."""
+
 
 class Key(NamedTuple):
-    """Identifies a rollout: the n-th (from 0) of a row of an environment's dataset, with the weights of one step."""
+    """Identifies a rollout: its number (from 0) among those of a row, with the weights of one step."""
 
     step: int
     env: str
@@ -38,15 +50,15 @@ class Result:
     is_truncated: bool
     stop_condition: str | None
     seconds: float
-    """From the first request to the score."""
+    """Seconds from the first request to the score."""
     metrics: Mapping[str, float]
     """Other metrics of the environment's rubric."""
     prompt: Any
     completion: Any
     reward_errors: Mapping[str, str] = field(default_factory=dict)
-    """The traceback of each reward function that failed."""
+    """Tracebacks of failed reward functions, by name."""
     prompt_id: str = ""
-    """Identifies the prompt wherever its row is. Empty in results of earlier versions."""
+    """Id of the prompt, independent of its row. Empty in results of earlier versions."""
 
     @classmethod
     def from_rollout(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
@@ -105,7 +117,7 @@ class ResultsFile:
         found = [Result(**json.loads(line)) for line in whole.split(b"\n") if line]
         self._results = {result.key: result for result in found if not result.reward_errors}
         if len(self._results) < len(found):
-            self._rewrite()  # nobody who reads the file may count a rollout twice
+            self._rewrite()  # otherwise a reader of the file would count a rollout twice
         return self
 
     def _rewrite(self) -> None:
@@ -146,9 +158,62 @@ class ResultsFile:
 
 
 def _line(result: Result) -> bytes:
-    return (json.dumps(asdict(result), ensure_ascii=False, default=_plain) + "\n").encode()
+    def plain(message: Any) -> Any:  # messages may be Pydantic models
+        return message.model_dump() if hasattr(message, "model_dump") else str(message)
+
+    return (json.dumps(asdict(result), ensure_ascii=False, default=plain) + "\n").encode()
 
 
-def _plain(value: Any) -> Any:
-    """Convert a message that is a Pydantic model."""
-    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+@dataclass(frozen=True, slots=True)
+class CandidateScores:
+    """The scores of one candidate in one environment."""
+
+    candidate: str
+    step: int
+    env: str
+    metrics: Mapping[str, float]
+    """As in `metrics.jsonl`, without the prefix `eval/<env>/`."""
+
+
+def write_summary(rows: Sequence[CandidateScores], path: Path) -> None:
+    """Write all rows as a JSON list."""
+    with replacing_file(path) as scratch:
+        scratch.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(rows: Sequence[CandidateScores], file: TextIO = sys.stdout) -> None:
+    """Print one line per candidate and environment: with colours and rules on a terminal, otherwise plain."""
+    on_terminal = file.isatty()
+    scores = {name: title for row in rows for name, title in score_titles(row.metrics).items()}
+    is_unscored = any(row.metrics.get("reward_errors/mean", 0) > 0 for row in rows)
+    table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
+    for title in ("weights", "environment"):
+        table.add_column(title)
+    for title in (
+        *scores.values(),
+        "length",
+        "truncated",
+        "failed",
+        "seconds",
+        *(["reward errors"] if is_unscored else []),
+    ):
+        table.add_column(title, justify="right")
+    for row in rows:
+        unscored = [_cell(row.metrics, "reward_errors/mean", "{:.1%}")] if is_unscored else []
+        shown = (*(_cell(row.metrics, name, "{:.3f}") for name in scores), *_others(row), *unscored)
+        table.add_row(row.candidate, row.env, *shown)
+    Console(file=file, width=None if on_terminal else PLAIN_WIDTH, highlight=False).print(table)
+
+
+def _others(row: CandidateScores) -> list[str]:
+    return [
+        _cell(row.metrics, "completion_len/mean", "{:.1f}"),
+        _cell(row.metrics, "is_truncated/mean", "{:.1%}"),
+        _cell(row.metrics, "failed/count", "{:.0f}"),
+        _cell(row.metrics, "time", "{:.1f}"),
+    ]
+
+
+def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
+    """A cell. Empty without the metric, for example `pass@k` of graded rewards."""
+    return form.format(metrics[name]) if name in metrics else ""

@@ -1,4 +1,4 @@
-"""Evaluates each candidate: loads its weights, makes missing rollouts, scores all rollouts."""
+"""Evaluates candidates (a base model, checkpoints): loads weights, makes missing rollouts, scores all rollouts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from prime_rl.checks.chat_templates import model_template, read_template
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import EvalSamplingConfig
-from prime_rl.configs.rollouts.environments import EvalEnvConfig
-from prime_rl.eval.report import Row, print_table, write_summary
-from prime_rl.eval.results import Key, Result, ResultsFile
+from prime_rl.eval.results import CandidateScores, Key, Result, ResultsFile, print_table, write_summary
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
@@ -26,16 +24,17 @@ from prime_rl.monitors.relay import Relay
 from prime_rl.monitors.sink_packages import SinkRun
 from prime_rl.monitors.sinks import open_sinks
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
+from prime_rl.orchestrator.evaluator import EvalSet
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.scores import eval_metrics, score_titles, unscored_line
 from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import Ending, StopSignals
-from prime_rl.orchestrator.workers.environment import Environment, rows_to_evaluate
+from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.run.beats import ANYONE, own_beats
@@ -48,44 +47,12 @@ from prime_rl.utils.logger import SUCCESS, get_logger
 UNLIMITED = 1_000_000
 LOOK_EVERY_S = 1.0
 SOURCE = "eval"
-"""Of its lines in `metrics.jsonl`."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSet:
-    """One environment, and the rows to evaluate."""
-
-    environment: Environment
-    rows: range
-    rollouts: int
-    """Rollouts per row."""
-    max_retries: int
-
-    @classmethod
-    def from_config(cls, config: EvalEnvConfig, environment: Environment) -> EvalSet:
-        """`config` is one of `OfflineEvalConfig.environments`, which have all numbers filled in.
-
-        Raises:
-            EnvironmentFault: the rows cannot be chosen so (`rows_to_evaluate`).
-        """
-        examples, rollouts = config.num_examples, config.rollouts_per_example
-        assert examples is not None
-        assert rollouts is not None
-        rows = rows_to_evaluate(environment, config.skip_first, examples)
-        return cls(environment, rows, rollouts, config.max_retries)
-
-    @property
-    def name(self) -> str:
-        return self.environment.name
-
-    def keys(self, step: int) -> list[Key]:
-        """Every rollout, row by row, so that servers find the prompt of a row in their cache."""
-        return [Key(step, self.name, row, number) for row in self.rows for number in range(self.rollouts)]
+"""Source of these lines in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An environment that stores its one rollout as soon as it succeeds."""
+    """Wraps an environment to store its rollout as soon as it succeeds."""
 
     environment: Environment
     key: Key
@@ -119,7 +86,7 @@ class Evaluation:
     monitor: Monitor
     judges: RunJudges
     reported: MetricLog
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CandidateScores] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     async def run(self, candidates: Sequence[Candidate]) -> None:
@@ -153,7 +120,7 @@ class Evaluation:
     async def _complete(self, candidate: Candidate) -> None:
         """Make and score the rollouts of one candidate that are missing."""
         self._forget_other_weights(candidate)
-        keys = [key for each in self.sets for key in each.keys(candidate.step)]
+        keys = [key for each in self.sets for key in keys_of(each, candidate.step)]
         missing = [key for key in keys if key not in self.results]
         if len(missing) < len(keys):
             get_logger().info(f"{candidate}: {len(keys) - len(missing)} of {len(keys)} rollouts are there already")
@@ -210,7 +177,7 @@ class Evaluation:
 
     def _report(self, candidate: Candidate, of_env: EvalSet, ran: Sequence[Outcome], started_s: float) -> None:
         """Score all rollouts of a candidate in one environment, including those of earlier starts."""
-        wanted = set(of_env.keys(candidate.step))
+        wanted = set(keys_of(of_env, candidate.step))
         stored = self.results.select(candidate.step, of_env.name)
         rollouts = [each.as_rollout() for each in stored if each.key in wanted]
         failed = [outcome for outcome in ran if outcome.failed]
@@ -226,7 +193,7 @@ class Evaluation:
         if ran or not self._is_reported(candidate.step, named):
             named |= self.judges.take_metrics()
             self.monitor.log({"progress/ckpt_step": candidate.step, **named}, candidate.step)
-        self.rows.append(Row(str(candidate), candidate.step, of_env.name, metrics))
+        self.rows.append(CandidateScores(str(candidate), candidate.step, of_env.name, metrics))
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
         if line := unscored_line(rollouts):
             get_logger().warning(f"{candidate} | {of_env.name} | {line}")
@@ -244,6 +211,11 @@ class Evaluation:
     def _fail(self, line: str) -> None:
         get_logger().error(line)
         self.failures.append(line)
+
+
+def keys_of(eval_set: EvalSet, step: int) -> list[Key]:
+    """Every rollout, row by row, so that servers find the prompt of a row in their cache."""
+    return [Key(step, eval_set.name, row, number) for row in eval_set.rows for number in range(eval_set.rollouts)]
 
 
 def sampling_of(candidate: Candidate, sampling: EvalSamplingConfig) -> EvalSamplingConfig:
@@ -415,7 +387,7 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
 
 
 def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
-    # An evaluation that finds results of its own adds to them.
+    # A second start appends to the metrics of the first.
     jsonl = JsonlMonitor(paths.metrics, SOURCE)
     if trainer_completion() is not None:
         return jsonl  # the trainer sends what it finds there
@@ -425,7 +397,7 @@ def _setup_monitor(config: OfflineEvalConfig, paths: RunPaths) -> Monitor:
 
 
 def _send_the_rest(config: OfflineEvalConfig, paths: RunPaths) -> None:
-    """Send to the sinks of a training that has ended what it has not sent."""
+    """Send to the sinks what a training that has ended did not send any more."""
     relay = Relay.of(paths, resumes=True)
     rest = []
     while (metrics := relay.take()) is not None:

@@ -15,8 +15,8 @@ def main() -> None:
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger("warning")
     # verifiers takes seconds to import.
-    from prime_rl.environments.judging.offer import offered_in_a_trial
-    from prime_rl.eval.run import EvalSet
+    from prime_rl.environments.judging.gateway import offered_in_a_trial
+    from prime_rl.orchestrator.evaluator import EvalSet
     from prime_rl.orchestrator.workers.loading import load_environments
 
     try:

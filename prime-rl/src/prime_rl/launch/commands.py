@@ -9,7 +9,7 @@ from prime_rl.checks import start_faults
 from prime_rl.checks.disk import disk_forecast
 from prime_rl.checks.environments import trial_faults
 from prime_rl.configs.ranges import AUTO, LATEST
-from prime_rl.configs.supervised.evaluation import evaluation_of
+from prime_rl.configs.sft import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.placement import Sharing
 from prime_rl.launch.plan import eval_request, plan_eval, plan_rl, plan_sft, port_fault, rl_request, sft_request

@@ -23,7 +23,7 @@ from prime_rl.launch.devices import GpuAssignment, assign_gpus, gpu_names, indic
 from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.errors import DeviceError
-from prime_rl.utils.gpus import choose_device, masked_gpus, usable_gpus
+from prime_rl.utils.gpus import MASK_VARIABLE, choose_device, masked_gpus, usable_gpus
 
 
 @contextlib.contextmanager
@@ -95,6 +95,12 @@ class Sharing:
     """Require that exactly the needed GPUs are visible, as a scheduler grants them."""
     single_gpu: bool = False
     """Let inference and trainer share one GPU."""
+    gpus: tuple[str, ...] | None = None
+    """Ids of the visible GPUs to use. None: all that are visible."""
+
+    def env(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        """The launcher's environment, with only these GPUs visible."""
+        return env if self.gpus is None else {**env, MASK_VARIABLE: ",".join(self.gpus)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ def claimed_placement(
         CannotStart: a program of the engine is not installed.
         NotPrivate: another user owns the cache.
     """
+    env = sharing.env(env)
     device, gpus = place(request, sharing, env)
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)

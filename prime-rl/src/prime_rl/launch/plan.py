@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
 from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
-from prime_rl.configs.supervised.evaluation import evaluation_of
+from prime_rl.configs.sft import evaluation_of
 from prime_rl.launch.caches import cache_env, cuda_allocator_env
 from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources

@@ -107,10 +107,12 @@ def launch(
     sharing: Sharing = Sharing(),  # noqa: B008 - frozen
     bin_dir: Path | None = None,
     cluster: Cluster | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the processes of a config until all have ended. Call it in the main thread, because it handles signals.
 
-    A config for several nodes runs on those of `cluster`. Prints one line for each fault to stderr.
+    A config for several nodes runs on those of `cluster`. Prints one line for each fault to stderr. `on_ready` is
+    called when everything has been checked and the configs are written, before a process starts; also in a dry run.
 
     Returns:
         0 if the run is complete or was a dry run; 2 if it cannot be started as configured, or one of its processes
@@ -119,7 +121,7 @@ def launch(
     try:
         with files_readable_by(config.file_access):
             _check_nodes(command, config, cluster)
-            return _launch(command, config, screen, sharing, (bin_dir, cluster))
+            return _launch(command, config, screen, sharing, (bin_dir, cluster), on_ready)
     except RunFinished as finished:
         sys.stdout.write(f"{finished}\n")
         return 0
@@ -129,7 +131,7 @@ def launch(
     except PrimeError as error:
         faults, code = error.faults, error.exit_code
     except OSError as error:
-        faults, code = (str(error),), 1
+        faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1
     sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
     return code
 
@@ -155,6 +157,7 @@ def _launch(
     screen: ScreenFactory,
     sharing: Sharing,
     where: tuple[Path | None, Cluster | None],
+    on_ready: Callable[[], None],
 ) -> int:
     faults = command.check(config, sharing)
     _refuse(faults, config.dry_run)
@@ -178,6 +181,7 @@ def _launch(
         if not config.dry_run:
             command.prepare_directory(config, paths, resume_step)
         write_configs(paths, job.configs)
+        on_ready()
         if config.dry_run:
             told = ["", *notes] if notes else []
             sys.stdout.writelines(f"{line}\n" for line in (*job.describe(), *told))

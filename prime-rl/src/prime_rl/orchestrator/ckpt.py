@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.orchestrator import CheckpointConfig
-from prime_rl.orchestrator.errors import ResumeFault
+from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.run.checkpoints import SavedSteps, kept_steps
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.contents import find_damage
@@ -40,7 +40,7 @@ class Progress:
     total_samples: int = 0
     total_problems: int = 0
     ledger_bytes: int | None = None
-    """Size of the ledger at the checkpoint. None in those of older versions, which have no ledger."""
+    """Size of the ledger at the checkpoint. None in checkpoints of older versions, which have no ledger."""
 
     def advance(self, tokens: int, samples: int, problems: int) -> None:
         self.step += 1
@@ -71,31 +71,31 @@ class Checkpoints:
         """Load the progress and buffer state at the start of `step`.
 
         Raises:
-            ResumeFault: a file is missing, malformed, or differs from the one that was written.
+            OrchestratorError: a file is missing, malformed, or differs from the one that was written.
         """
         part = self.paths.checkpoint(step)
         if fault := find_damage(part.parent):
-            raise ResumeFault(fault)
+            raise OrchestratorError(fault)
         try:
             progress = Progress(**json.loads(self.paths.saved_progress(step).read_text()))
             return progress, json.loads(self.paths.saved_buffer(step).read_text())
         except (OSError, ValueError, TypeError) as error:
-            raise ResumeFault(f"cannot read the orchestrator's checkpoint {part}: {error}") from error
+            raise OrchestratorError(f"cannot read the orchestrator's checkpoint {part}: {error}") from error
 
     def resolve(self, resume_step: int | None) -> int | None:
         """Return the step to resume from; None for a fresh start.
 
         Raises:
-            ResumeFault: the orchestrator has no checkpoint of that step, or there is nothing to resume.
+            OrchestratorError: the orchestrator has no checkpoint of that step, or there is nothing to resume.
         """
         saved = SavedSteps(self.run, self.paths)
         try:
             is_word = resume_step is not None and resume_step < 0
             step = saved.choose(resume_step).step if is_word else resume_step
         except RunDirError as error:
-            raise ResumeFault(str(error)) from error
+            raise OrchestratorError(str(error)) from error
         if step is not None and (fault := saved.missing_counterpart(step)):
-            raise ResumeFault(fault)
+            raise OrchestratorError(fault)
         return step
 
     def prune(self, version: int, newest: int) -> None:
@@ -105,7 +105,7 @@ class Checkpoints:
         reached; `newest` is the step saved last.
         """
         steps = stable_steps(self.paths.checkpoints)
-        # First those that are being written: one that is complete a moment later is then found under its final name.
+        # Partial directories first: one that is completed meanwhile is then found below, under its final name.
         kept = {step for step in steps if scratch_of(self.run.checkpoint(step)).is_dir()}
         kept |= {*_steps_in(self.run.checkpoints), *self._kept_by_config(steps, newest)}
         for step in steps:
@@ -131,7 +131,7 @@ class Checkpoints:
             Directory of the weights.
 
         Raises:
-            ResumeFault: the weights are missing after `timeout_s`.
+            OrchestratorError: the weights are missing after `timeout_s`.
         """
         candidates = " or in ".join(str(path) for path in self._weight_dirs(version))
         wait = Wait(
@@ -143,12 +143,12 @@ class Checkpoints:
         )
         while (path := self.weights(version)) is None:
             if timeout_s is None:
-                raise ResumeFault(
+                raise OrchestratorError(
                     f"the weights of version {version} are not in {candidates}: to wait until the trainer publishes "
                     "them, set orchestrator.ckpt.wait_for_weights_timeout"
                 )
             if wait.is_over():
-                raise ResumeFault(wait.fault)
+                raise OrchestratorError(wait.fault)
             await asyncio.sleep(WEIGHTS_POLL_S)
         return path
 
@@ -161,8 +161,8 @@ def remove_stale(run: OrchestratorPaths, start_step: int) -> None:
     """Delete batches of `start_step` and later, and the broadcasts and checkpoints that follow them.
 
     Call it before anything else: the trainer must not read an old batch, nor the orchestrator an old broadcast. A
-    checkpoint stays if the trainer has saved its step, too. Without this, the next resume could combine a checkpoint of
-    the earlier attempt with one that the trainer saves in this attempt, after other batches.
+    checkpoint stays if the trainer has saved its step, too. Without this, the next resume could combine a checkpoint
+    of the earlier attempt with one that the trainer saves in this attempt, after other batches.
     """
     saved = set(stable_steps(RunPaths.from_orchestrator_dir(run.root).checkpoints))
     for parent, first, kept in (

@@ -87,7 +87,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
 
     Raises:
         RunDirError: the directory holds the checkpoints of another run.
-        ResumeFault: the orchestrator has no checkpoint of the step to resume from.
+        OrchestratorError: the orchestrator has no checkpoint of the step to resume from.
     """
     run_paths = RunPaths.from_orchestrator_dir(config.output_dir)
     wanted = config.ckpt.resume_step if config.ckpt else None

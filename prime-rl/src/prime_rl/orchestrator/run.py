@@ -22,13 +22,12 @@ from prime_rl.configs.rollouts.frozen import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
-from prime_rl.orchestrator.batches.batch import BatchTarget
-from prime_rl.orchestrator.batches.filters import setup_filters
+from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
-from prime_rl.orchestrator.evaluation.evaluator import EvalSchedule, EvalSet, Evaluator, is_reported
-from prime_rl.orchestrator.evaluation.validator import Validator
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -36,9 +35,8 @@ from prime_rl.orchestrator.reports.sessions import traced_ledger
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
-from prime_rl.orchestrator.servers.direct_weights import DirectWeights
 from prime_rl.orchestrator.servers.elastic import inference_pool
-from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
+from prime_rl.orchestrator.servers.policy import AsyncLimits, DirectWeights, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import Ending, StopSignals
@@ -56,8 +54,8 @@ from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 COLLECTION_THRESHOLDS = 10_000, 10, 20
-"""For `gc`: it scans all objects after two million new ones at the earliest, which some 25,000 short rollouts make. By
-default it does so after 77,000."""
+"""Thresholds of `gc`. A full scan comes after two million new objects at the earliest, about 25,000 short rollouts. By
+default it comes after 77,000."""
 
 
 def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep: Sleep, ending: Ending) -> int:
@@ -112,7 +110,7 @@ async def _run_until_stopped(
 
 
 async def _ready(pool: InferencePool, use_token_client: bool, run: RunPaths, judges: RunJudges) -> int:
-    """Wait for the servers. Returns the newest policy version that one holds."""
+    """Wait for the servers. Returns the newest policy version that a server holds."""
     held_version = await pool.wait_ready(use_token_client, run.server_log)
     judges.say_wait()
     return held_version
@@ -129,7 +127,8 @@ async def _run(
     async with AsyncExitStack() as closing:
         closing.callback(ledger.close)
         sender = closing.enter_context(contextlib.closing(setup_batch_sender(config.rollout_transport, paths)))
-        pool = make_pool(config)
+        lora = config.model.lora
+        pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
         closing.push_async_callback(pool.close)
         servers = EnvServers(paths)
         closing.push_async_callback(servers.close)
@@ -148,10 +147,12 @@ async def _run(
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(pool.adapter or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
-        policy = Policy(paths, pool, async_limits(config), config.trainer_timeout, progress.step)
+        async_limits = AsyncLimits(config.max_async_level, config.strict_async_level)
+        policy = Policy(paths, pool, async_limits, config.trainer_timeout, progress.step)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
         closing.push_async_callback(scheduler.close)
         scheduler.follow(pool)
+        heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
         reward_watch = make_reward_watch(config, environments.train)
         steps = Steps(
@@ -161,14 +162,14 @@ async def _run(
             sending=closing.enter_context(ThreadPoolExecutor(1, "batches")),
             reporter=Reporter(monitor, filters, sample_interval(config), extras, reward_watch),
             rollout_log=rollout_log,
-            heartbeat=closing.enter_context(contextlib.closing(make_heartbeat(config))),
+            heartbeat=closing.enter_context(contextlib.closing(heartbeat)),
             checkpoints=checkpoints if config.ckpt else None,
             advantage=advantage,
             filters=filters,
             sampling=config.sampling,
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
-            room=Room.of(config).limit,
+            length_limit=Room.of(config).limit,
             teacher=await ready_teacher(config, run, closing),
             evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
@@ -176,20 +177,10 @@ async def _run(
             free_servers=pool.free_memory if config.servers_sleep else None,
             pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
-        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.lag.measure()]
+        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.loop_delay.measure()]
         await _run_steps(steps, progress, background)
         if direct is not None:
             direct.close()
-
-
-def make_pool(config: OrchestratorConfig) -> InferencePool:
-    lora = config.model.lora
-    return inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
-
-
-def _warn_if_done(steps: Steps, progress: Progress) -> None:
-    if steps.max_steps is not None and progress.step >= steps.max_steps:
-        get_logger().warning(f"Nothing left to do: max_steps is {steps.max_steps}")
 
 
 async def _start(
@@ -230,26 +221,22 @@ async def _start(
 
 
 def _restored(progress: Progress, buffer: Buffer, checkpoints: Checkpoints) -> dict[str, Any]:
-    """Facts for the receipt."""
+    """Facts about the restored state, for the receipt of this start."""
+    account = read_ledger(checkpoints.paths.ledger)
     return {
         "step": progress.step,
         "policy_version": progress.step,
         "progress": asdict(progress),
         "buffer": buffer.summary(),
-        "ledger": _ledger_facts(checkpoints.paths),
+        "ledger": {
+            "drawn": account.num_drawn,
+            "trained": account.num_trained,
+            "dropped": dict(account.dropped),
+            "in_flight": len(account.open),
+            "skipped": len(account.skipped),
+            "twice": len(account.twice),
+        },
         "files": checked_files(checkpoints.paths.checkpoint(progress.step).parent),
-    }
-
-
-def _ledger_facts(paths: OrchestratorPaths) -> dict[str, Any]:
-    account = read_ledger(paths.ledger)
-    return {
-        "drawn": account.num_drawn,
-        "trained": account.num_trained,
-        "dropped": dict(account.dropped),
-        "in_flight": len(account.open),
-        "skipped": len(account.skipped),
-        "twice": len(account.twice),
     }
 
 
@@ -266,7 +253,8 @@ def weights_timeout_s(config: OrchestratorConfig) -> float | None:
 
 async def _run_steps(steps: Steps, progress: Progress, background: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run the steps and the background tasks. The first failure cancels the rest and is raised."""
-    _warn_if_done(steps, progress)
+    if steps.max_steps is not None and progress.step >= steps.max_steps:
+        get_logger().warning(f"Nothing left to do: max_steps is {steps.max_steps}")
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in background]
@@ -334,7 +322,7 @@ class Environments:
 
 
 async def ready_teacher(config: OrchestratorConfig, run: RunPaths, closing: AsyncExitStack) -> Teacher | None:
-    """The teacher, once it has scored a token. None in a run without one. Raises TeacherFault."""
+    """The teacher, after it has scored a token. None in a run without one. Raises OrchestratorError."""
     if config.teacher_model is None:
         return None
     teacher = Teacher(config.teacher_model)
@@ -354,12 +342,8 @@ def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environme
     )
 
 
-def make_heartbeat(config: OrchestratorConfig) -> Heartbeat:
-    return Heartbeat(config.heartbeat.url if config.heartbeat else None)
-
-
 def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Environment]) -> RewardWatch | None:
-    """Watches the reward functions that have a weight. None if nothing is scored."""
+    """The watch over reward functions with a weight. None if nothing is scored."""
     if config.buffer.skip_verification:
         return None
     functions = {name: environment.reward_functions for name, environment in environments.items()}
@@ -370,7 +354,7 @@ def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Env
 
 
 def answer_limits(config: OrchestratorConfig) -> str:
-    """What ends an answer early."""
+    """Names of the limits that end an answer early."""
     tokens = config.sampling.max_tokens
     own = [] if tokens is None else [f"orchestrator.sampling.max_tokens = {tokens}"]
     return ", ".join([*own, Room.of(config).limit])
@@ -387,9 +371,13 @@ def make_evaluator(
     if config.eval is None:
         return None
     pairs = zip(config.eval.env, environments.values(), strict=True)
+    try:
+        sets = [EvalSet.from_config(each, environment, config.eval) for each, environment in pairs]
+    except EnvironmentFault as error:
+        raise EnvironmentFault(f"orchestrator.eval.env: {error}") from error
     return Evaluator(
         config=config.eval,
-        sets=[EvalSet.from_config(each, config.eval, environment) for each, environment in pairs],
+        sets=sets,
         schedule=EvalSchedule.from_config(config.eval, policy.version),
         policy=policy,
         pool=pool,
@@ -416,10 +404,6 @@ def make_validator(
         pool=pool,
         max_concurrent=scheduler_limits(config).groups_in_flight,
     )
-
-
-def async_limits(config: OrchestratorConfig) -> AsyncLimits:
-    return AsyncLimits(config.max_async_level, config.strict_async_level)
 
 
 def scheduler_limits(config: OrchestratorConfig) -> SchedulerLimits:

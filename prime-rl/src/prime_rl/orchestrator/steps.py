@@ -13,19 +13,15 @@ from typing import Any
 from prime_rl.configs.orchestrator import SamplingConfig
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
-from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, build_batch, what_is_left_out
-from prime_rl.orchestrator.batches.filters import Filter, apply_filters
+from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, Filter, apply_filters, build_batch, what_is_left_out
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
-from prime_rl.orchestrator.errors import NothingToTrain
-from prime_rl.orchestrator.evaluation.evaluator import Evaluator
-from prime_rl.orchestrator.evaluation.validator import Validator
-from prime_rl.orchestrator.reports.metrics import StepStatus, StepTimes, count_tokens
-from prime_rl.orchestrator.reports.reporter import Reporter
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.evaluator import Evaluator, Validator
+from prime_rl.orchestrator.reports.reporter import LoopDelay, Reporter, StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
-from prime_rl.orchestrator.scheduling.lag import LoopLag
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.run.beats import own_beats
@@ -39,16 +35,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 300.0
 
 @dataclass(slots=True)
 class EmptyBatches:
-    """Pauses with exponential backoff after batches without a token to train on; gives up after five in a row."""
+    """Pauses, with exponential backoff, after batches without a token to train on. Gives up after five in a row."""
 
     sleep: Sleep = asyncio.sleep
     in_a_row: int = 0
 
     async def pause(self, step: int, why: str) -> None:
-        """`why` names what became of the rollouts. Raises NothingToTrain after `MAX_EMPTY_BATCHES` in a row."""
+        """Pause. `why` describes the rollouts. Raises OrchestratorError after `MAX_EMPTY_BATCHES` in a row."""
         self.in_a_row += 1
         if self.in_a_row >= MAX_EMPTY_BATCHES:
-            raise NothingToTrain(
+            raise OrchestratorError(
                 f"step {step}: {self.in_a_row} batches in a row had no token to train on; of the last one, {why}; look "
                 "at the metrics error/* and filter/*, and at the log lines of failed rollouts"
             )
@@ -66,7 +62,7 @@ class Steps:
     policy: Policy
     sender: BatchSender
     sending: Executor
-    """Runs the sender. Not the event loop's own threads: environment code can keep all of those."""
+    """Thread of the sender. Environment code can occupy all threads of the event loop."""
     reporter: Reporter
     rollout_log: RolloutLog
     heartbeat: Heartbeat
@@ -76,14 +72,14 @@ class Steps:
     sampling: SamplingConfig
     target: BatchTarget
     max_steps: int | None
-    room: str = "their length limit"
-    """What limits a prompt with its answer."""
+    length_limit: str = "their length limit"
+    """Name of the limit on a prompt with its completion, for messages."""
     teacher: Teacher | None = None
     evaluator: Evaluator | None = None
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
     """Validation metrics of the current step."""
-    lag: LoopLag = field(default_factory=LoopLag)
+    loop_delay: LoopDelay = field(default_factory=LoopDelay)
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     pool_metrics: Callable[[], dict[str, float]] = dict
     free_servers: Callable[[], Awaitable[None]] | None = None
@@ -94,7 +90,7 @@ class Steps:
         """Send batches until `max_steps`, then save a final checkpoint and evaluate."""
         own_beats().started()
         while self.max_steps is None or progress.step < self.max_steps:
-            # Whenever the run is stopped during this step, a resumed run draws the examples of this state again.
+            # First, so that a run stopped during this step draws the same examples when it resumes.
             self.save(progress)
             if self.evaluator is not None:
                 await self.evaluator.run_if_due(progress.step, self.scheduler)
@@ -104,7 +100,7 @@ class Steps:
                 if not batch.trained:
                     for group in groups:
                         self.scheduler.buffer.ledger.dropped(group.example.draw, "its batch had no token to train on")
-                    await self.empty.pause(progress.step, what_is_left_out(batch, self.room))
+                    await self.empty.pause(progress.step, what_is_left_out(batch, self.length_limit))
                     continue
                 if self.teacher is not None:
                     await self.score(batch, progress.step, self.teacher)
@@ -172,7 +168,7 @@ class Steps:
             cancelled_groups=self.scheduler.take_cancelled(),
             temperature=self.temperature(step),
         )
-        extra = {**self.scheduler.buffer.take_metrics(), **self.lag.take_metrics(), **self.validation}
+        extra = {**self.scheduler.buffer.take_metrics(), **self.loop_delay.take_metrics(), **self.validation}
         extra |= self.pool_metrics()
         self.validation = {}
         self.reporter.record(batch, progress, status, self.times, extra)

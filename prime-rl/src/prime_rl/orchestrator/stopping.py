@@ -46,7 +46,7 @@ class StopSignals:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ends that runs environment code on its event loop."""
+    """Ends a process that runs environment code on its event loop."""
 
     explain: Callable[[Exception | SystemExit], int]
     """Logs why the work failed, and returns the exit code."""
@@ -54,10 +54,10 @@ class Ending:
     """Called with the exit code when all work is done."""
 
     def run(self, work: Callable[[asyncio.Runner], int]) -> int:
-        """The exit code of `work`.
+        """Run `work`, and return its exit code.
 
-        Closing an event loop waits without limit for what environment code left on it: threads, and tasks that catch
-        their cancellation. All that matters therefore comes before.
+        Closing an event loop waits without limit for threads and tasks that environment code left on it. So everything
+        that matters happens before.
         """
         with asyncio.Runner() as runner:
             try:
@@ -69,16 +69,16 @@ class Ending:
 
 
 def end_reported(exit_code: int) -> None:
-    """The `finish` of a process of its own: tell the launcher of a success, and let the process end in time."""
+    """`finish` of a separate process: report success to the launcher, and bound the time until the process ends."""
     if exit_code == 0:
         report_completion()
     exit_within(EXIT_GRACE_S, exit_code)
 
 
 def explained_exit_code(exit_: SystemExit) -> int:
-    """The exit code of a process in which something called `sys.exit` before the work was done.
+    """The exit code after something called `sys.exit` before the work was done.
 
-    Logs where that happened and returns 1, unless one of our signal handlers did it.
+    Returns 1 and logs the place of the call, unless it was one of our signal handlers.
     """
     if isinstance(exit_.code, int) and exit_.code > 128:
         return exit_.code

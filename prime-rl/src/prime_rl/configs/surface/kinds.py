@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
-from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, find_renamed, split_component
-from prime_rl.configs.surface.root import RootConfig
-from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.schema import has_key
 from prime_rl.utils.pydantic_config.suggest import MOST_PLACES
 from prime_rl.utils.tables import leaves
 
-ROOTS: Mapping[str, type[RootConfig]] = {
-    root.component: root
-    for root in (RLConfig, SFTConfig, OfflineEvalConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
-}
+
+class _Roots(Mapping[str, type[BaseSettings]]):
+    """Root classes by component, imported when asked for: most commands read one of them, and each of them asks here
+    whether a file with faults is for another command."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "rl": "prime_rl.configs.rl:RLConfig",
+        "sft": "prime_rl.configs.sft:SFTConfig",
+        "eval": "prime_rl.configs.eval:OfflineEvalConfig",
+        "trainer": "prime_rl.configs.trainer:TrainerConfig",
+        "orchestrator": "prime_rl.configs.orchestrator:OrchestratorConfig",
+        "inference": "prime_rl.configs.inference:InferenceConfig",
+    }
+
+    def __getitem__(self, component: str) -> type[BaseSettings]:
+        root: type[BaseSettings] = resolve_name(self.names[component])
+        return root
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+ROOTS = _Roots()
 
 
 def unknown_counts(keys: Iterable[str]) -> dict[str, int]:

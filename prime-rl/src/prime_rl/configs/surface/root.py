@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from prime_rl.configs.surface.hints import hint_for_renamed
+from prime_rl.configs.surface.kinds import ROOTS, fault_of_file
 from prime_rl.configs.surface.not_built import ignored_keys
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning
 
@@ -25,9 +26,6 @@ class RootConfig(BaseSettings):
     @classmethod
     def fault_of_file(cls, name: str, data: Mapping[str, Any]) -> str | None:
         """What to do with a file that is a config of another command; None if it is not."""
-        # Here, since it loads the configs of all commands.
-        from prime_rl.configs.surface.kinds import ROOTS, fault_of_file
-
         return fault_of_file(cls.component, name, data) if cls.component in ROOTS else None
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Environments made of other packages' tasks."""
+"""Environments made of tasks and games of other packages."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import verifiers as vf
 
-from prime_rl.environments.adapters.games.local import local_environment
+from prime_rl.environments.adapters.local_games import local_environment
 from prime_rl.environments.adapters.options import read_gymnasium_config
 
 

@@ -1,6 +1,6 @@
-"""Makes and scores reasoning-gym's rows: `python -m` this module with a config on standard input, rows on the output.
+"""Makes and scores rows of reasoning-gym: `python -m` this module reads a config and writes rows.
 
-A row keeps the package's entry as a Python literal. JSON would make lists of tuples, which some scorers compare.
+A row keeps the package's entry as a Python literal, because JSON turns tuples into lists, which some scorers compare.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import UserError
 
 
 def reasoning_gym_score(completion_text: str, gym_task: str, config: str, entry: str) -> float:
-    """The package's own score of the text in the last `<answer>` after a thinking block, from 0 to 1."""
+    """The package's score, 0 to 1, of the last `<answer>` after a thinking block."""
     from reasoning_gym.utils import extract_answer
 
     dataset = _dataset(gym_task, config)
@@ -27,7 +28,7 @@ def reasoning_gym_score(completion_text: str, gym_task: str, config: str, entry:
 
 
 def warm_up() -> None:
-    """Import the package, before the time of a call counts."""
+    """Import the package before the time of a call counts."""
     import reasoning_gym  # noqa: F401
 
 
@@ -38,15 +39,11 @@ def _dataset(task: str, config: str) -> Any:
     return reasoning_gym.create_dataset(task, **json.loads(config))
 
 
-class TaskFault(Exception):
-    """A task cannot be used. The text is one line for users."""
-
-
 def rows_of(config: Mapping[str, Any], size: int, seed: int) -> list[dict[str, str]]:
-    """Rows of all tasks, drawn by weight.
+    """Make rows of all tasks, drawn by weight.
 
     Raises:
-        TaskFault: no such task, or it refuses its settings.
+        UserError: a task does not exist, or refuses its settings.
     """
     tasks = config["datasets"] or [{"name": config["task"], "weight": 1.0, "config": config["config"]}]
     settings = [json.dumps({**task["config"], "seed": seed, "size": size}, sort_keys=True) for task in tasks]
@@ -61,7 +58,7 @@ def rows_of(config: Mapping[str, Any], size: int, seed: int) -> list[dict[str, s
         counts[which] += 1
         text = repr(entry)
         if ast.literal_eval(text) != entry:
-            raise TaskFault(f"the task {tasks[which]['name']!r} makes rows that cannot be kept as text")
+            raise UserError(f"the task {tasks[which]['name']!r} makes rows that cannot be kept as text")
         row = {"question": str(entry["question"]), "answer": str(entry["answer"]), "entry": text}
         rows.append({"gym_task": tasks[which]["name"], "config": settings[which], **row})
     return rows
@@ -72,15 +69,15 @@ def _checked(task: str, config: str) -> Any:
 
     if task not in DATASETS:
         near = get_close_matches(task, list(DATASETS), 1)
-        raise TaskFault(f"no task {task!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise UserError(f"no task {task!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
         return _dataset(task, config)
     except (AssertionError, TypeError, ValueError) as error:
-        raise TaskFault(f"the task {task!r} refuses its config: {error}") from error
+        raise UserError(f"the task {task!r} refuses its config: {error}") from error
 
 
 def _plain(value: Any) -> Any:
-    """The same of Python's own types: NumPy's text and numbers have no literals."""
+    """Convert to Python's own types: NumPy's strings and numbers have no literals."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):
@@ -92,16 +89,16 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> int:
-    """Write rows of the config that standard input holds. Returns the exit code."""
+    """Write the rows of a config from standard input. Returns the exit code."""
     config = json.loads(sys.stdin.read())
-    with contextlib.redirect_stdout(sys.stderr):  # what tasks print is no row
+    with contextlib.redirect_stdout(sys.stderr):  # keeps output of tasks out of the rows
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         try:
             train = rows_of(config, config["size"], config["seed"])
             known = {row["question"] for row in train}
             held_out = rows_of(config, config["eval_size"], config["eval_seed"]) if config["eval_size"] else []
-        except (TaskFault, ValueError, SyntaxError) as error:
+        except (UserError, ValueError, SyntaxError) as error:
             sys.stderr.write(f"{error}\n")
             return 1
     held_out = [row for row in held_out if row["question"] not in known]

@@ -1,4 +1,4 @@
-"""The environment `reasoning-gym`: tasks of the package reasoning-gym, scored by the package.
+"""The environment `reasoning-gym`: tasks of the package of this name, scored by the package.
 
 [[orchestrator.env]]
 id = "reasoning-gym"
@@ -17,16 +17,14 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.environments.adapters.options import missing_package, read_reasoning_gym_config
+from prime_rl.environments.adapters.options import read_reasoning_gym_config
+from prime_rl.environments.builtin import missing_package
 from prime_rl.environments.rewards.building import build
-from prime_rl.environments.rows.problems import content_id
+from prime_rl.environments.rows.loading import content_id
+from prime_rl.utils.errors import UserError
 
 _WORKER = "prime_rl.environments.adapters.procedural"
 _MAX_ERROR_CHARACTERS = 500
-
-
-class AdapterFault(Exception):
-    """The tasks cannot be used. The text is one line for users."""
 
 
 def load_environment(**args: Any) -> vf.Environment:
@@ -34,11 +32,11 @@ def load_environment(**args: Any) -> vf.Environment:
 
     Raises:
         ConfigError: the arguments have faults.
-        AdapterFault: the package is missing, or makes no rows of them.
+        UserError: the package is missing, or cannot make the rows.
     """
     config = read_reasoning_gym_config(args)
     if (fault := missing_package(__name__)) is not None:
-        raise AdapterFault(fault)
+        raise UserError(fault)
     made = _made(config.model_dump(mode="json"))
     system = made["system_prompt"] if config.system_prompt is None else config.system_prompt
     return vf.SingleTurnEnv(
@@ -49,7 +47,7 @@ def load_environment(**args: Any) -> vf.Environment:
 
 
 def _made(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows, made in a process of its own whose hash seed is 0: some tasks go through a set, whose order it decides."""
+    """Make rows in another process with hash seed 0, because some tasks iterate over sets."""
     done = subprocess.run(
         [sys.executable, "-m", _WORKER],
         input=json.dumps(config),
@@ -60,7 +58,7 @@ def _made(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
-        raise AdapterFault(f"reasoning-gym makes no rows: {last[:_MAX_ERROR_CHARACTERS]}")
+        raise UserError(f"reasoning-gym makes no rows: {last[:_MAX_ERROR_CHARACTERS]}")
     made: dict[str, Any] = json.loads(done.stdout)
     return made
 

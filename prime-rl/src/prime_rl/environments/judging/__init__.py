@@ -1,1 +1,1 @@
-"""Asks judges for environments: one gateway per run, with limits, retries, a cache, counters and a named failure."""
+"""LLM judges for environments: one gateway per run, with rate limits, retries, a cache and counters."""

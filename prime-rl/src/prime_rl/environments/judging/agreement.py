@@ -1,4 +1,4 @@
-"""How far a judge can be trusted: its verdicts against those of a person.
+"""Measures how far a judge agrees with a person's verdicts.
 
 `python -m prime_rl.environments.judging.agreement CASES --model MODEL --base-url URL [--api-key-var NAME]`
 """
@@ -14,28 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.environments.judging.weighted_rubric import (
-    MAX_TOKENS,
-    Case,
-    RubricFault,
-    RubricJudge,
-    read_cases,
-    score,
-)
+from prime_rl.environments.judging.rubric import MAX_TOKENS, Case, RubricFault, RubricJudge, read_cases, score
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
 from prime_rl.utils.errors import one_line
 
 _FAIR = 0.4
-"""Cohen's kappa below which Landis and Koch (1977) call an agreement fair or slight."""
+"""Below this value of Cohen's kappa, Landis and Koch (1977) call an agreement fair or slight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Verdicts of a judge and of a person on the same criteria, and scores of whole answers."""
+    """Verdicts of a judge and of a person on the same criteria."""
 
     pairs: tuple[tuple[bool, bool | None], ...]
-    """Person's and judge's verdict. None: the judge said neither yes nor no, which counts as no."""
+    """Verdicts of person and judge. None: the judge said neither yes nor no, which counts as no."""
     score_errors: tuple[float, ...]
+    """Difference of the two scores of each answer."""
 
     @property
     def accuracy(self) -> float:
@@ -43,7 +37,7 @@ class Agreement:
 
     @property
     def baseline(self) -> float:
-        """Accuracy of always giving the person's most common verdict."""
+        """Accuracy of a judge that always gives the person's most common verdict."""
         share = sum(person for person, _ in self.pairs) / len(self.pairs)
         return max(share, 1 - share)
 
@@ -81,7 +75,7 @@ class Agreement:
 
 
 async def measure(judge: RubricJudge, cases: Sequence[Case]) -> Agreement:
-    """Raises RubricFault if no case has a graded answer."""
+    """Ask the judge about every graded answer. Raises RubricFault if there is none."""
     graded = [(case, answer) for case in cases for answer in case.graded]
     if not graded:
         raise RubricFault("no case has a graded answer: add graded, a list of {answer, met}")
@@ -105,7 +99,7 @@ async def _measured(options: argparse.Namespace) -> Agreement:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{one_line(text)!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{one_line(text)!r} is not a whole number from 1 on")
     return int(text)
 
 

@@ -1,28 +1,36 @@
-"""The gateway: an OpenAI-compatible server on the loopback interface, which all environments of a run ask.
+"""The judge gateway: an OpenAI-compatible server on the loopback interface that all environments of a run use.
 
-It runs in a thread with an event loop of its own, so that code of an environment that blocks this process's loop can
-still be answered. `http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key;
-the keys of the judges stay here.
+It runs in a thread with its own event loop, so it answers even if code of an environment blocks this process's loop.
+`http://127.0.0.1:PORT/NAME/v1` is the base URL of the judge NAME. Requests need the gateway's key; the keys of the
+judges stay here. `offered` tells environments the URLs and the key by two environment variables, which child processes
+inherit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.environments.judging.cache import AnswerCache
-from prime_rl.environments.judging.faults import CallFailed, CallRefused, JudgeLost
-from prime_rl.environments.judging.judge import Judge, JudgeServer
+from prime_rl.environments.judging.judge import (
+    CallFailed,
+    CallRefused,
+    Counters,
+    Judge,
+    JudgeCache,
+    JudgeLost,
+    JudgeServer,
+)
 from prime_rl.utils.engine_keys import is_bearer
 
 HOST = "127.0.0.1"
@@ -30,18 +38,22 @@ MAX_BODY_BYTES = 16 << 20
 CLOSE_S = 1.0
 T = TypeVar("T")
 _NO_RETRY = {"x-should-retry": "false"}
-"""The `openai` package would ask again after a 5xx. The gateway has done so."""
+"""Stops the `openai` package from repeating requests after a 5xx: the gateway has already retried."""
+JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
+"""JSON with `base_url`, `model` and `sampling` of each judge, by name. Environments of any interpreter read it."""
+JUDGE_KEY_VARIABLE = "ENVIRONMENT_JUDGE_KEY"
+"""The key of the gateway: `judge_api_key_var` of environments."""
 
 
 class JudgeGateway:
-    """Answers environments until it is closed. Use it as a context manager."""
+    """Serves environments until it is closed. Use it as a context manager."""
 
     def __init__(
         self,
-        configs: Mapping[str, tuple[JudgeServer, JudgeConfig, AnswerCache | None]],
+        configs: Mapping[str, tuple[JudgeServer, JudgeConfig, JudgeCache | None]],
         calling: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
-        """`calling` is entered with the name of a judge for each call to it."""
+        """`calling(name)` is a context manager that wraps each call to the judge of this name."""
         self.key = secrets.token_urlsafe(32)
         self.lost: Future[None] = Future()
         """Gets a `JudgeLost` as its exception when a judge cannot be used any more."""
@@ -70,27 +82,33 @@ class JudgeGateway:
         return f"http://{HOST}:{self.port}/{name}/v1"
 
     async def warm(self) -> None:
-        """Wait until every judge has answered once. Await it on any event loop.
+        """Wait until every judge has answered once. Can be awaited on any event loop.
 
         Raises:
-            JudgeLost: one does not.
+            JudgeLost: a judge does not answer.
         """
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._warm(), self._loop))
+
+        async def warm(name: str, judge: Judge) -> None:
+            with self._calling(name):
+                await judge.warm()
+
+        async def warm_all() -> None:
+            await asyncio.gather(*(warm(name, judge) for name, judge in self.judges.items()))
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(warm_all(), self._loop))
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call."""
+        """Metrics since the last call of this method."""
 
         async def take() -> dict[str, float]:
-            return {name: value for judge in self.judges.values() for name, value in _taken(judge).items()}
+            metrics: dict[str, float] = {}
+            for judge in self.judges.values():
+                prices = judge.config.prompt_price, judge.config.completion_price
+                metrics |= judge.step.metrics(f"judge/{judge.server.name}", *prices)
+                judge.step = Counters()
+            return metrics
 
-        return self._run(take())
-
-    async def _warm(self) -> None:
-        await asyncio.gather(*(self._warm_one(name, judge) for name, judge in self.judges.items()))
-
-    async def _warm_one(self, name: str, judge: Judge) -> None:
-        with self._calling(name):
-            await judge.warm()
+        return self._run(take())  # on the gateway's loop, which counts
 
     async def _open(self) -> None:
         for name, (server, config, cache) in self._configs.items():
@@ -129,11 +147,11 @@ class JudgeGateway:
         try:
             body = json.loads(await request.read())
         except (ValueError, RecursionError):
-            return _error(400, "the body is no JSON")
+            return _error(400, "the body is not JSON")
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
             return _error(400, "messages: a list of messages, and at least one")
         if body.get("stream"):
-            return _error(400, "stream: judges answer whole, so that answers can be kept")
+            return _error(400, "stream: not supported, because answers are cached")
         if self.lost.done():
             return _error(503, "a judge of the run is lost, and the run ends")
         return await _answered(judge, body)
@@ -161,14 +179,45 @@ async def _answered(judge: Judge, body: dict[str, Any]) -> web.Response:
         return _error(503, str(error))
 
 
-def _taken(judge: Judge) -> dict[str, float]:
-    prices = (judge.config.prompt_price, judge.config.completion_price)
-    metrics = judge.step.metrics(f"judge/{judge.server.name}", *prices)
-    judge.step = type(judge.step)()
-    return metrics
-
-
 def _error(status: int, message: str) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "code": None}}
     return web.json_response(body, status=status, headers=_NO_RETRY)
+
+
+@contextmanager
+def offered(
+    judges: Mapping[str, JudgeConfig],
+    base_urls: Mapping[str, str],
+    key: str,
+    environ: MutableMapping[str, str] = os.environ,
+) -> Iterator[None]:
+    """Offer judges to the environments that this process loads in the block, and to those of its children."""
+    if not judges:
+        yield
+        return
+    shown = {
+        name: {"base_url": base_urls[name], "model": judge.model, "sampling": judge.sampling}
+        for name, judge in judges.items()
+    }
+    added = {JUDGES_VARIABLE: json.dumps(shown), JUDGE_KEY_VARIABLE: key}
+    # The gateway is on this machine: a proxy could not reach it.
+    added |= {name: ",".join(filter(None, (environ.get(name), HOST))) for name in ("NO_PROXY", "no_proxy")}
+    before = {name: environ.get(name) for name in added}
+    environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
+
+
+@contextmanager
+def offered_in_a_trial(judges: Mapping[str, JudgeConfig]) -> Iterator[None]:
+    """Offer judges that do not answer, to environments that are loaded but not run."""
+    nowhere = {name: f"http://{HOST}:9/{name}/v1" for name in judges}
+    with offered(judges, nowhere, "no-key-in-a-trial"):
+        yield

@@ -1,6 +1,6 @@
 """Rewards that compare a completion with the row's answer: text, choices, GSM8K, object counts, countdown.
 
-Rewards that need a large library (`math_equality`, `units`, `json_schema`) have modules of their own, so that a worker
+Rewards that need a large library (`math_equality`, `units`, `json_schema`) have separate modules, so that a worker
 imports only the libraries of the rewards that it calls.
 """
 

@@ -17,10 +17,10 @@ from typing import Any
 import verifiers as vf
 from pydantic import TypeAdapter, ValidationError
 
-from prime_rl.environments.rewards.calling import HERE_ONLY, BadFunction, arguments, checked, load
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
 from prime_rl.environments.rewards.registry import OnTimeout, Reward, RewardFault, RewardSpec, resolve
 from prime_rl.environments.rewards.text import text_of
+from prime_rl.environments.rewards.worker import HERE_ONLY, arguments, checked, load
 from prime_rl.utils.logger import get_logger
 
 TIMEOUTS = "reward_timeouts"
@@ -139,7 +139,7 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
         for spec, (path, timeout_s), description in zip(parsed, resolved, described, strict=True):
             try:
                 parts.append(Part(spec, path, timeout_s, description.result()))
-            except (RewardError, BadFunction) as error:
+            except (RewardError, RewardFault) as error:
                 raise RewardFault(f"reward {spec.fn!r}: {str(error).splitlines()[-1]}") from error
     except RewardFault:
         if own:
@@ -224,7 +224,7 @@ async def _called_here(part: Part, function: Callable[..., Any], given: Mapping[
         if asyncio.iscoroutine(value):
             value = await _within(part.timeout_s, value)
         return checked(value)
-    except BadFunction as error:
+    except RewardFault as error:
         raise RewardError(str(error)) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from prime_rl.environments.rewards.registry import RewardFault
 from prime_rl.environments.rewards.text import THINKING_TAGS, without_thinking
-from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.layers import ProgramLimits
 from prime_rl.environments.sandbox.sandbox import Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -95,7 +95,7 @@ def _target():
 
 
 @functools.cache
-def _sandbox(layer: str, limits: Limits) -> Sandbox:
+def _sandbox(layer: str, limits: ProgramLimits) -> Sandbox:
     """One sandbox per setting, kept for the life of this worker: a start takes longer than most programs run."""
     return Sandbox(layer, limits)  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def sandbox_of(settings: Mapping[str, Any] | None) -> Sandbox:
     """The sandbox of a reward's `sandbox` argument: `layer`, and the fields of `Limits`."""
     own = dict(settings or {})
     layer = str(own.pop("layer", "auto"))
-    return _sandbox(layer, Limits(**own))
+    return _sandbox(layer, ProgramLimits(**own))
 
 
 def note(args: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
+from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import get_logger
 
 START_LIMIT_S = 300.0
@@ -24,7 +25,7 @@ PIPE_BYTES = 2**16
 """Capacity of a pipe. A frame of up to this size is written at once, even if the worker does not read."""
 
 
-class RewardError(Exception):
+class RewardError(RunError):
     """A reward function raised, returned no finite number, or ended its process."""
 
 
@@ -62,7 +63,7 @@ class RewardPool:
     def describe(self, path: str, args: dict[str, Any] | None = None) -> Future[dict[str, Any]]:
         """Import a function in a worker. `args` are the keyword arguments of its calls.
 
-        The future has the result of `calling.describe`, or raises RewardError.
+        The future has the result of `worker.describe`, or raises RewardError.
         """
         return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, self.start_limit_s)
 
@@ -150,7 +151,10 @@ class _Slot(threading.Thread):
                 self._pool.timeouts[job.path] += 1
                 raise RewardTimeout(f"it ran for {job.timeout_s:g} s and was ended") from None
             self._pool.deaths[job.path] += 1
-            raise RewardError(f"its worker process ended ({_status(status)})") from None
+            cause = f"exit code {status}"
+            if status is not None and status < 0:
+                cause = f"signal {signal.Signals(-status).name}"
+            raise RewardError(f"its worker process ended ({cause})") from None
         if "error" in reply:
             raise RewardError("\n".join(filter(None, [reply.get("traceback", "").rstrip(), reply["error"]])))
         return reply["described"] if "described" in reply else reply["value"]
@@ -210,12 +214,6 @@ def _interrupted_at(deadline: float, process: subprocess.Popen[bytes]) -> Iterat
         yield
     finally:
         timer.cancel()
-
-
-def _status(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"signal {signal.Signals(-status).name}"
-    return f"exit code {status}"
 
 
 class _Shared:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from prime_rl.utils.errors import UserError
+
 _PACKAGE = "prime_rl.environments.rewards"
 DEFAULT_TIME_LIMIT_S = 15.0
 CODE_TIME_LIMIT_S = 120.0
@@ -15,7 +17,7 @@ CODE_TIME_LIMIT_S = 120.0
 OnTimeout = Literal["zero", "fail"]
 
 
-class RewardFault(Exception):
+class RewardFault(UserError):
     """The user's mistake: an unknown reward, or one that cannot be imported or called. The text is for users."""
 
 

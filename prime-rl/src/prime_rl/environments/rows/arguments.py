@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.ranges import Count, Fraction, Seed, WholeNumber
 from prime_rl.environments.rewards.registry import Reward
-from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, UnknownFormat, find_format
+from prime_rl.environments.rows.formats import TRAINED_ELSEWHERE, find_format
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, raise_faults
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.layers import Layer
@@ -54,18 +54,18 @@ class DatasetConfig(BaseConfig):
     out."""
 
     id: str | None = None
-    """What identifies a prompt: a column, `content` (a hash of prompt and answer), or `row` (its number in the source,
-    before any filter). None takes the id column of the format, or else the content."""
+    """Prompt id: a column, `content` (a hash of question and answer), or `row` (the row's number in the source, before
+    any filter). None takes the id column of the format, else the content."""
 
     columns: dict[Literal["prompt", "answer"], str] = Field({})
     """Columns with the prompt and the answer, if they are not those of the format."""
 
     template: str | None = None
-    """Text of the question, with names of columns: `"{question}\\nGive a number."`. Braces of the text are doubled.
-    None takes that of the environment or of the format."""
+    """Text of the question, with names of columns: `"{question}\\nGive a number."`. Double the braces of the text.
+    None takes the template of the environment or of the format."""
 
     system_prompt: str | None = None
-    """System message. None takes that of the environment."""
+    """System message. None takes the one of the environment."""
 
     rewards: list[Reward] | None = None
     """Reward functions for these rows: names, or `{ fn, weight, args, timeout_s, name }`.
@@ -96,10 +96,10 @@ class DatasetConfig(BaseConfig):
     """A table of `medarc_train passk`, as JSONL or CSV. Needed by `min_pass_rate` and `max_pass_rate`."""
 
     min_pass_rate: Fraction | None = None
-    """Keep rows that the table's model solved at least so often."""
+    """Keep rows whose pass rate in the table is at least this."""
 
     max_pass_rate: Fraction | None = None
-    """Keep rows that the table's model solved at most so often."""
+    """Keep rows whose pass rate in the table is at most this."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -112,7 +112,7 @@ class DatasetConfig(BaseConfig):
             return
         try:
             found = find_format(self.type, self.path)
-        except UnknownFormat as error:
+        except ValueError as error:
             yield f"type: {error}"
             return
         if self.path is None and not found.makes_rows:
@@ -189,7 +189,7 @@ class RowsConfig(BaseConfig):
 
 
 def template_faults(key: str, template: str) -> Iterator[str]:
-    """Why a template cannot be filled in."""
+    """Faults of a template, one line each."""
     try:
         names = [name for _, name, *_ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -201,7 +201,7 @@ def template_faults(key: str, template: str) -> Iterator[str]:
 
 
 def read_rows_config(args: Mapping[str, Any]) -> RowsConfig:
-    """Check the arguments of the environment. Raises ConfigError with one line for each fault."""
+    """Check the arguments of the environment. Raises ConfigError with one line per fault."""
     try:
         return RowsConfig.model_validate(dict(args))
     except ValidationError as error:

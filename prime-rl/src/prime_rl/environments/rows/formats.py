@@ -1,7 +1,6 @@
-"""The formats of rows that are known by name, as AReaL's `path` and `type` and rlvr-experiments' registry have them.
+"""Named formats of rows, as in AReaL's `path` and `type` and in rlvr-experiments' registry.
 
-A format says which text asks, which value is the answer, what a reward function needs besides, and what identifies a
-row. It never reads a file.
+A format defines question, answer, id, reward function and the reward function's further inputs. It never reads a file.
 """
 
 from __future__ import annotations
@@ -22,15 +21,11 @@ TRAINED_ELSEWHERE = {
     "rw": "a reward model, which is not trained here",
     "dpo": "`medarc_train sft`, which trains preferences",
 }
-"""AReaL's other types."""
+"""AReaL's other types, and the command for each."""
 _IDS = ("prompt_id", "id", "task_id", "problem_id", "unique_id", "uid")
-"""Columns that identify a row in most sources, the likeliest first."""
+"""Columns that usually identify a row, the most common first."""
 _QUESTIONS = ("question", "prompt", "problem", "messages", "instruction", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "label", "target", "output", "completion")
-
-
-class UnknownFormat(ValueError):
-    """No format has this name."""
 
 
 class MissingColumn(ValueError):
@@ -39,31 +34,31 @@ class MissingColumn(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the rows of a dataset are read."""
+    """Interpretation of the rows of a dataset."""
 
     name: str
     question: Callable[[Row], Any]
-    """The text that asks, or messages."""
+    """Takes the question from a row: text, or messages."""
     answer: Callable[[Row], Any]
     template: str | None = None
     """Text around the question, with names of columns."""
     id_column: str | None = None
-    """None looks for a column of a common name."""
+    """None looks for a column with a common name."""
     id_prefix: str = ""
-    """Goes before the id of a row."""
+    """Prefix of every id."""
     reward: str = "exact_match"
-    """Registered reward function that fits the answer. A row may choose another."""
+    """Registered reward function that fits the answer. A row may choose another one."""
     reward_of: Callable[[Row], str] | None = None
     extra: Callable[[Row], Mapping[str, Any]] | None = None
-    """Values that the reward function needs besides the answer."""
+    """Takes the values that the reward function needs besides the answer."""
     aliases: tuple[str, ...] = ()
-    """Parts of a path that mean this format, besides the name."""
+    """Parts of a path that select this format, besides its name."""
     makes_rows: bool = False
-    """Needs no source: the rows are made up."""
+    """Whether the rows are generated, without a source."""
 
 
 def column(*names: str) -> Callable[[Row], Any]:
-    """Takes the first of these columns that a row has."""
+    """Make a function that takes the first of these columns that a row has."""
 
     def take(row: Row) -> Any:
         for name in names:
@@ -75,15 +70,15 @@ def column(*names: str) -> Callable[[Row], Any]:
 
 
 def boxed(text: str) -> str | None:
-    """What is inside the last `\\boxed{…}` of a text, with balanced braces."""
+    """The contents of the last `\\boxed{…}` of a text, with balanced braces."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
     depth, begin = 0, text.index("{", start) + 1
-    for place in range(begin - 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(begin - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:position]
     return None
 
 
@@ -107,7 +102,7 @@ def _torl_answer(row: Row) -> str:
 
 
 def decoded(value: Any) -> Any:
-    """A value that a columnar file holds as JSON, or as Python's text of it."""
+    """Decode a value that a columnar file holds as JSON or as a Python literal."""
     if not isinstance(value, str):
         return value
     try:
@@ -177,7 +172,7 @@ FORMATS: tuple[Format, ...] = (
     Format("dummy", _dummy, lambda row: "5", id_column="row", id_prefix="dummy_", reward="math", makes_rows=True),
     Format("jsonl", column(*_QUESTIONS), column(*_ANSWERS), aliases=("rows",)),
 )  # fmt: skip
-"""Tried in this order when a path is looked at, so longer names come before those that they contain."""
+"""A path is matched in this order, so longer names come before names that they contain."""
 
 
 def format_names() -> list[str]:
@@ -186,10 +181,10 @@ def format_names() -> list[str]:
 
 
 def find_format(kind: str | None, path: str | None) -> Format:
-    """The format that a `type` names or, with none or AReaL's `rl`, the one whose name is a part of the path.
+    """Find the format that `type` names; without one, and for AReaL's `rl`, the first whose name is part of the path.
 
     Raises:
-        UnknownFormat: there is no such format.
+        ValueError: there is no such format.
     """
     if kind is not None and kind != "rl":
         wanted = kind.replace("-", "_").lower()
@@ -198,25 +193,23 @@ def find_format(kind: str | None, path: str | None) -> Format:
                 return each
         near = get_close_matches(wanted, format_names(), 1)
         advice = f"did you mean {near[0]!r}? Known" if near else "known"
-        raise UnknownFormat(f"unknown format {kind!r}; {advice} are {', '.join(format_names())}, and rl")
+        raise ValueError(f"unknown format {kind!r}; {advice} are {', '.join(format_names())}, and rl")
     name = f"_{words(path or '')}_"
     for each in FORMATS:
         if any(f"_{words(alias)}_" in name for alias in (each.name, *each.aliases) if each.name != "jsonl"):
             return each
     if kind == "rl":
-        raise UnknownFormat(
-            f"type = 'rl' needs a path with one of {', '.join(format_names())}; or name one as the type"
-        )
+        raise ValueError(f"type = 'rl' needs a path with one of {', '.join(format_names())}; or name one as the type")
     return FORMATS[-1]
 
 
 def words(text: str) -> str:
-    """Letters and digits, joined by single underscores: `counting & probability` is `counting_probability`."""
+    """Lower-case letters and digits, joined by single underscores: `counting_probability`."""
     return re.sub(r"[^0-9a-z]+", "_", text.lower()).strip("_")
 
 
 def own_id(row: Row, name: str | None) -> str | None:
-    """The id that the source itself gives a row, on one line as curricula need it; None if it has none."""
+    """The id in the source, on one line as curricula need it. None without one."""
     for each in (name,) if name is not None else _IDS:
         value = row.get(each)
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():

@@ -1,53 +1,63 @@
-"""Loads the problems of a mixture: read, identify, filter, order, mix.
+"""Loads the problems of a mixture of datasets: reads rows, makes problems, filters, orders and mixes them.
 
 problems = load_problems(read_rows_config({"datasets": [{"path": "rows.jsonl"}]}))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
-from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig
-from prime_rl.environments.rows.filters import CountTokens, filters_of, token_counter
-from prime_rl.environments.rows.formats import MissingColumn, Row, find_format
-from prime_rl.environments.rows.mixing import mixed, shuffled
-from prime_rl.environments.rows.orders import read_order
-from prime_rl.environments.rows.problems import Defaults, Problem, problem_of
+from prime_rl.environments.rewards.registry import RewardSpec
+from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig, Scalar
+from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass_rates
+from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
 from prime_rl.utils.logger import count_of, get_logger
 
-MADE_ROWS = 64
-"""Rows of the format `dummy`, if `count` says nothing."""
+Messages = list[dict[str, Any]]
+CountTokens = Callable[[str], int]
+T = TypeVar("T")
+DUMMY_ROWS = 64
+"""Rows of the format `dummy` if `count` is unset."""
+_HASH_LENGTH = 16
+"""Hexadecimal digits. Of ten million rows, two share a hash with a probability of 3e-6."""
+_IMAGES = ("images", "image")
 
 
-@dataclass(slots=True)
-class Account:
-    """What became of the rows of a dataset."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One prompt to roll out."""
 
-    title: str
-    read: int = 0
-    kept: int = 0
-    repeated: int = 0
-    """Rows that ask and expect the same as an earlier one."""
-    filtered: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by filter."""
-    order: str = ""
+    id: str
+    dataset: str
+    """Title of the dataset."""
+    prompt: Messages
+    answer: str
+    rewards: tuple[RewardSpec, ...]
+    """Reward functions that score its completions."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Values that reward functions need besides the answer."""
+    row: Row = field(default_factory=dict, repr=False)
+    """The row of the source."""
 
-    def describe(self) -> str:
-        left_out = [f"{number} by {name}" for name, number in self.filtered.items() if number]
-        left_out += [f"{self.repeated} repeated"] if self.repeated else []
-        parts = [f"{self.kept} of {count_of('row', self.read)}"]
-        parts += [f"left out: {', '.join(left_out)}"] if left_out else []
-        parts += [f"order: {self.order}"] if self.order else []
-        return f"{self.title}: {'; '.join(parts)}"
+    @property
+    def text(self) -> str:
+        """The texts of the prompt."""
+        return "\n".join(_text_of(message["content"]) for message in self.prompt)
 
 
 def load_problems(config: RowsConfig, of_evaluation: bool = False) -> list[Problem]:
-    """The problems of all datasets, in the order in which a curriculum trains on them. Logs what became of the rows.
+    """Load the problems of all datasets, in training order. Logs how many rows each step left out.
 
     Raises:
-        RowsFault: a dataset cannot be read, has rows without what its format needs, or has nothing left.
+        RowsFault: a dataset cannot be read, a row lacks what its format needs, or no row is left.
     """
     datasets = (of_evaluation and config.eval_datasets) or config.datasets
     count_tokens = None if config.tokenizer is None else token_counter(config.tokenizer)
@@ -60,9 +70,8 @@ def load_problems(config: RowsConfig, of_evaluation: bool = False) -> list[Probl
 
 def _queue(config: RowsConfig, dataset: DatasetConfig, count_tokens: CountTokens | None) -> list[Problem]:
     account = Account(dataset.title)
-    rewards = None if config.rewards is None else tuple(config.rewards)
-    problems = _unique(_problems(dataset, Defaults(config.system_prompt, config.template, rewards), account), account)
-    for each in filters_of(dataset, count_tokens):
+    problems = _unique(_problems(config, dataset, account), account)
+    for each in _filters(dataset, count_tokens):
         kept = {id_: problem for id_, problem in problems.items() if each.keeps(problem)}
         account.filtered[each.name] = len(problems) - len(kept)
         problems = kept
@@ -81,12 +90,37 @@ def _queue(config: RowsConfig, dataset: DatasetConfig, count_tokens: CountTokens
     return queue
 
 
-def _problems(dataset: DatasetConfig, defaults: Defaults, account: Account) -> Iterator[Problem]:
+@dataclass(slots=True)
+class Account:
+    """Counts of the rows of a dataset, for the log."""
+
+    title: str
+    read: int = 0
+    kept: int = 0
+    repeated: int = 0
+    """Rows with the same question and answer as an earlier one."""
+    filtered: dict[str, int] = field(default_factory=dict)
+    """Number of rows left out, by filter."""
+    order: str = ""
+
+    def describe(self) -> str:
+        left_out = [f"{number} by {name}" for name, number in self.filtered.items() if number]
+        left_out += [f"{self.repeated} repeated"] if self.repeated else []
+        parts = [f"{self.kept} of {count_of('row', self.read)}"]
+        parts += [f"left out: {', '.join(left_out)}"] if left_out else []
+        parts += [f"order: {self.order}"] if self.order else []
+        return f"{self.title}: {'; '.join(parts)}"
+
+
+# Rows to problems.
+
+
+def _problems(config: RowsConfig, dataset: DatasetConfig, account: Account) -> Iterator[Problem]:
     of = find_format(dataset.type, dataset.path)
     for number, row in enumerate(_rows(dataset)):
         account.read += 1
         try:
-            yield problem_of(row, number, dataset, of, defaults)
+            yield _problem(row, number, config, dataset, of)
         except (MissingColumn, AttributeError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, MissingColumn) else f"{type(error).__name__}: {error}"
             raise RowsFault(
@@ -97,13 +131,115 @@ def _problems(dataset: DatasetConfig, defaults: Defaults, account: Account) -> I
 
 def _rows(dataset: DatasetConfig) -> Iterator[Row]:
     if dataset.path is None:
-        yield from ({"row": number} for number in range(dataset.count or MADE_ROWS))
+        yield from ({"row": number} for number in range(dataset.count or DUMMY_ROWS))
     else:
         yield from read_rows(dataset.path, dataset.subset, dataset.split)
 
 
+def _problem(row: Row, number: int, config: RowsConfig, dataset: DatasetConfig, of: Format) -> Problem:
+    """Make a problem of a row. `number` counts the rows of the source from 0, before any filter.
+
+    Raises:
+        MissingColumn: the row lacks a column, or a column holds something else.
+    """
+    question = (column(dataset.columns["prompt"]) if "prompt" in dataset.columns else of.question)(row)
+    chosen = dataset.rewards if dataset.rewards is not None else config.rewards
+    answer = _answer(row, dataset, of, is_needed=chosen is None)
+    system = dataset.system_prompt or config.system_prompt
+    prompt = _prompt(question, row, dataset.template or config.template or of.template, system)
+    rewards = tuple(chosen or ()) or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
+    extra = dict(of.extra(row)) if of.extra else {}
+    return Problem(
+        _id(row, number, dataset, of, content_id(question, answer)), dataset.title, prompt, answer, rewards, extra, row
+    )
+
+
+def _id(row: Row, number: int, dataset: DatasetConfig, of: Format, content: str) -> str:
+    if dataset.id == "row" or (dataset.id is None and of.id_column == "row"):
+        return f"{of.id_prefix}{number}"
+    if dataset.id not in (None, "content"):
+        given = own_id(row, dataset.id)
+        if given is None:
+            raise MissingColumn(f"has no id in the column {dataset.id}")
+        return given
+    given = None if dataset.id == "content" else own_id(row, of.id_column)
+    if given is None:
+        return f"{of.id_prefix}{content}"
+    return given if given.startswith(of.id_prefix) else f"{of.id_prefix}{given}"
+
+
+def content_id(question: Any, answer: str) -> str:
+    """A hash of question and answer. Without template and system message, so a change of these keeps the ids."""
+    text = json.dumps([question, answer], sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_LENGTH]
+
+
+def _answer(row: Row, dataset: DatasetConfig, of: Format, is_needed: bool) -> str:
+    try:
+        value = column(dataset.columns["answer"])(row) if "answer" in dataset.columns else of.answer(row)
+    except MissingColumn:
+        if is_needed or "answer" in dataset.columns:
+            raise
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _prompt(question: Any, row: Row, template: str | None, system: str | None) -> Messages:
+    if isinstance(question, list):
+        messages = [_message(each) for each in question]
+        if not messages:
+            raise MissingColumn("has an empty list of messages as its prompt")
+    else:
+        text = str(question)
+        if template is not None:
+            text = _filled(template, row, text)
+        if not text.strip():
+            raise MissingColumn("has an empty prompt")
+        messages = [{"role": "user", "content": text}]
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]  # the reference answer of the source
+    images = [part for name in _IMAGES for part in _image_parts(row.get(name))]
+    if images:
+        last = messages[-1]
+        messages[-1] = {**last, "content": [*images, {"type": "text", "text": _text_of(last["content"])}]}
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _message(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str) or value.get("content") is None:
+        raise MissingColumn("has a prompt whose messages lack `role` or `content`")
+    return {"role": value["role"], "content": value["content"]}
+
+
+def _filled(template: str, row: Row, question: str) -> str:
+    try:
+        return template.format_map({**{str(name): value for name, value in row.items()}, "question": question})
+    except KeyError as error:
+        raise MissingColumn(f"has no column {error} for the template; it has {', '.join(map(str, row))}") from error
+
+
+def _image_parts(value: Any) -> list[dict[str, Any]]:
+    """Images as parts of a message. They are kept, so that a text model's training refuses them visibly."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    parts = []
+    for each in values:
+        content = each.get("bytes") if isinstance(each, Mapping) else None
+        if content:
+            data = base64.b64encode(bytes(content)).decode()
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}})
+    return parts
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
 def _unique(problems: Iterator[Problem], account: Account) -> dict[str, Problem]:
-    """Problems by id, without those that repeat one. Raises RowsFault if different problems have the same id."""
+    """Problems by id, without repeated ones. Raises RowsFault if different problems have the same id."""
     found: dict[str, Problem] = {}
     for each in problems:
         earlier = found.setdefault(each.id, each)
@@ -124,3 +260,105 @@ def _refuse_shared_ids(queues: Sequence[Sequence[Problem]]) -> None:
                     f"{owner} and {each.dataset} both have the prompt id {each.id!r}: they have rows in common, or ids "
                     'that repeat; then set id = "content" in one of them'
                 )
+
+
+# Filters: they choose problems and never change an id.
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One criterion that a problem must meet."""
+
+    name: str
+    """Name for the log: the column or the range."""
+    keeps: Callable[[Problem], bool]
+
+
+def _filters(dataset: DatasetConfig, count_tokens: CountTokens | None) -> Iterator[Filter]:
+    """The filters of a dataset, in order of application. Raises RowsFault."""
+    columns: dict[str, Sequence[Scalar]] = dict(dataset.where)
+    if dataset.level is not None:
+        columns["level"] = dataset.level
+    if dataset.difficulty is not None:
+        columns["difficulty"] = dataset.difficulty
+    for name, values in columns.items():
+        yield _by_column(dataset, name, values)
+    if dataset.min_chars or dataset.max_chars:
+        yield _by_length("chars", len, dataset.min_chars, dataset.max_chars)
+    if (dataset.min_tokens or dataset.max_tokens) and count_tokens is not None:
+        yield _by_length("tokens", count_tokens, dataset.min_tokens, dataset.max_tokens)
+    if dataset.pass_rates is not None:
+        yield _by_pass_rate(dataset, read_pass_rates(dataset.pass_rates))
+
+
+def _by_column(dataset: DatasetConfig, name: str, values: Sequence[Scalar]) -> Filter:
+    wanted = {words(str(value)) for value in values}
+    # hendrycks_math writes `Level 5` for level 5.
+    wanted |= {f"{words(name)}_{value}" for value in wanted}
+
+    def keeps(problem: Problem) -> bool:
+        if name not in problem.row:
+            raise RowsFault(
+                f"{dataset.title}: a row has no column {name!r} to filter by; it has {', '.join(problem.row)}"
+            )
+        value = problem.row[name]
+        return value in values or (isinstance(value, str) and words(value) in wanted)
+
+    return Filter(f"{name} in {', '.join(map(str, values))}", keeps)
+
+
+def _by_length(unit: str, length: CountTokens, least: int, most: int | None) -> Filter:
+    name = f"{least or ''}..{most or ''} {unit}"
+    return Filter(name, lambda problem: least <= length(problem.text) <= (most or float("inf")))
+
+
+def _by_pass_rate(dataset: DatasetConfig, rates: Mapping[str, PassRate]) -> Filter:
+    low, high = dataset.min_pass_rate, dataset.max_pass_rate
+    least, most = (0.0 if low is None else low), (1.0 if high is None else high)
+
+    def keeps(problem: Problem) -> bool:
+        rate = rates.get(problem.id)
+        return rate is not None and least <= rate.rate <= most
+
+    return Filter(f"pass rate {least:g}..{most:g}", keeps)
+
+
+def token_counter(tokenizer: str) -> CountTokens:
+    """A function that counts the tokens of a text. Raises RowsFault if there is no such tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    try:
+        loaded: Any = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(tokenizer)
+    except Exception as error:
+        raise RowsFault(f"tokenizer = {tokenizer}: there is no tokenizer.json: {error}") from error
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+
+
+# Order.
+
+
+def shuffled(items: Sequence[T], seed: int, name: str) -> list[T]:
+    """A copy in random order, which depends only on `seed`, `name` and the number of items."""
+    copy = list(items)
+    random.Random(f"{seed}:{name}").shuffle(copy)
+    return copy
+
+
+def mixed(queues: Sequence[Sequence[T]], weights: Sequence[float], seed: int) -> list[T]:
+    """Interleave queues: every item once, each queue in its own order.
+
+    The next queue is drawn by weight among the queues that are not empty. So weights decide which items come first,
+    not how many there are.
+    """
+    draw = random.Random(f"{seed}:mix")
+    taken = [0] * len(queues)
+    left = [index for index, queue in enumerate(queues) if queue]
+    order = []
+    while left:
+        (index,) = draw.choices(left, [weights[each] for each in left])
+        order.append(queues[index][taken[index]])
+        taken[index] += 1
+        if taken[index] == len(queues[index]):
+            left.remove(index)
+    return order

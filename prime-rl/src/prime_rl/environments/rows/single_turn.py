@@ -8,19 +8,20 @@ args = { datasets = [{ path = "questions.jsonl" }], rewards = ["math"] }
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import verifiers as vf
 from datasets import Dataset
 
+from prime_rl.environments.rewards.building import PooledRubric, Rewards, build, timeouts_of
+from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
 from prime_rl.environments.rows.arguments import read_rows_config
-from prime_rl.environments.rows.loading import load_problems
-from prime_rl.environments.rows.problems import Problem
-from prime_rl.environments.rows.scoring import rubric_of
+from prime_rl.environments.rows.loading import Problem, load_problems
 
+Function = Callable[..., Awaitable[float]]
 _NOT_PASSED_ON = frozenset({"prompt", "messages", "answer", "images", "image", "tool_defs", "oai_tools"})
-"""Columns that are in the prompt or the answer, or that mean something else to verifiers."""
+"""Columns that are part of prompt or answer, or that verifiers would interpret."""
 
 
 def load_environment(**args: Any) -> vf.Environment:
@@ -42,7 +43,7 @@ def load_environment(**args: Any) -> vf.Environment:
 
 
 def table_of(problems: Sequence[Problem]) -> Dataset:
-    """Problems as verifiers takes them. `info` is JSON, so that rows may hold different things."""
+    """Problems as the dataset of a verifiers environment. `info` is JSON, so that rows may have different columns."""
     return Dataset.from_dict(
         {
             "prompt": [problem.prompt for problem in problems],
@@ -54,7 +55,7 @@ def table_of(problems: Sequence[Problem]) -> Dataset:
 
 
 def _info(problem: Problem) -> dict[str, Any]:
-    """What reward functions may ask for: the columns of the source, and what its format makes of them."""
+    """Values for reward functions: the columns of the source, and those that its format derives."""
     columns = {name: value for name, value in problem.row.items() if name not in _NOT_PASSED_ON}
     return {
         **columns,
@@ -63,3 +64,60 @@ def _info(problem: Problem) -> dict[str, Any]:
         "dataset": problem.extra.get("dataset", problem.dataset),
         "reward_names": [reward.metric for reward in problem.rewards],
     }
+
+
+def rubric_of(problems: Sequence[Problem]) -> vf.Rubric:
+    """Make the rubric of all rows.
+
+    Raises:
+        RewardFault: a function cannot be used, or two different ones have the same name.
+    """
+    specs: dict[str, RewardSpec] = {}
+    for problem in problems:
+        for spec in problem.rewards:
+            if specs.setdefault(spec.metric, spec) != spec:
+                raise RewardFault(
+                    f"datasets use the reward {spec.metric!r} with different settings: give one of them a `name`"
+                )
+    return RowsRubric(build(list(specs.values())))
+
+
+class RowsRubric(PooledRubric):
+    """Reward functions that score only the rows that name them. Other rows do not get their metrics."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        super().__init__(rewards)
+        self.names = frozenset(part.name for part in rewards.parts)
+        functions = [function for function, _ in rewards.functions()]
+        self.funcs = [_for_rows(each) if each.__name__ in self.names else each for each in functions]
+
+    async def score_group(self, states: list[vf.State]) -> None:
+        """Score rollouts, and remove the metrics of functions that do not belong to their rows."""
+        await super().score_group(states)
+        for state in states:
+            self._forget_others(state)
+
+    async def score_rollout(self, state: vf.State) -> None:
+        """Score one rollout in the same way."""
+        await super().score_rollout(state)
+        self._forget_others(state)
+
+    def _forget_others(self, state: vf.State) -> None:
+        for name in self.names.difference(_names(state)):
+            state["metrics"].pop(name, None)
+            state["metrics"].pop(timeouts_of(name), None)
+
+
+def _for_rows(function: Function) -> Function:
+    async def reward(state: Any, **objects: Any) -> float:
+        return await function(state=state, **objects) if function.__name__ in _names(state) else 0.0
+
+    reward.__name__ = reward.__qualname__ = function.__name__
+    return reward
+
+
+def _names(state: Mapping[str, Any]) -> list[str]:
+    """Names of the reward functions of a row."""
+    info = state.get("info")
+    names = info.get("reward_names") if isinstance(info, Mapping) else None
+    return names if isinstance(names, list) else []

@@ -12,21 +12,21 @@ from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.environments.rows.formats import Row
 from prime_rl.storage.s3 import S3
 from prime_rl.storage.staging import Listing, cache_root, local_copy
-from prime_rl.utils.errors import RowFileError, StorageError, one_line
+from prime_rl.utils.errors import RowFileError, StorageError, UserError, one_line
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.rows import KNOWN_KINDS, files_of_split, is_saved, kind_of, stream_file
 
 
-class RowsFault(Exception):
-    """A dataset cannot be used as asked. The message is one line that begins with the dataset's name."""
+class RowsFault(UserError):
+    """The user's mistake: a dataset cannot be used as configured. One line that begins with the dataset's name."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 def read_rows(path: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
-    """Every row of a dataset, in the order of the source.
+    """Read every row of a dataset, in the order of the source.
 
     Raises:
         RowsFault: there is nothing at the path, or it cannot be read.
@@ -50,7 +50,7 @@ def read_rows(path: str, subset: str | None = None, split: str = "train") -> Ite
 
 
 def local_path(path: str | Path) -> Path:
-    """The path itself, or a local copy of what is there on S3. Raises RowsFault."""
+    """The path itself; for an S3 URL, a local copy. Raises RowsFault."""
     try:
         name = S3Name.of(path)
         if name is None:

@@ -1,1 +1,1 @@
-"""Runs programs that nobody has read: no network, no files but the standard library's, limited time and memory."""
+"""A sandbox for untrusted programs: no network, only the standard library's files, limited time and memory."""

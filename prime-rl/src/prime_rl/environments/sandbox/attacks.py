@@ -1,6 +1,6 @@
-"""Programs that try to forge a verdict, to get out, or to stay: `python -m prime_rl.environments.sandbox.attacks`.
+"""Attacks on the sandbox: they forge a verdict, escape, or stay. `python -m prime_rl.environments.sandbox.attacks`
 
-Each holds if its verdict is 0, an honest program after it passes, a wrong one fails, and no process or file remains.
+The sandbox holds against an attack if its verdict is 0, an honest program after it passes, a wrong one fails, and no process or file remains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prime_rl.environments.sandbox.layers import LayerName, SandboxFault
 from prime_rl.environments.sandbox.sandbox import Sandbox
 
 ANSWER = "broken-7919"
-"""What the test expects. An attack that got what it wanted returns it; others do not know it."""
+"""The value that the test expects. An attack returns it only if it succeeds."""
 TEST = f"answer = solve(3)\nassert answer == {ANSWER!r}, answer"
 WATCHED = ("/tmp", "/var/tmp", "/dev/shm")
 STAYING_TIME_S = 1.0
@@ -32,7 +32,7 @@ class Attack(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of an attack. `left` names processes and files that remained."""
+    """Result of an attack. `left` names processes and files that remained."""
 
     held: bool
     reason: str
@@ -174,7 +174,7 @@ STAYING = (
 ATTACKS = (*FORGERIES, *ESCAPES, *STAYING)
 
 
-def attempt(sandbox: Sandbox, attack: Attack) -> Outcome:
+def try_attack(sandbox: Sandbox, attack: Attack) -> Outcome:
     """Run an attack, then an honest and a wrong program in the same sandbox, and look for what remained."""
     honest_program = f"def solve(n): return {ANSWER!r}"
     sandbox.check(honest_program, [TEST])  # both of its processes run from now on
@@ -236,7 +236,7 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
     failures = 0
     try:
         for attack in ATTACKS:
-            outcome = attempt(sandbox, attack)
+            outcome = try_attack(sandbox, attack)
             failures += not outcome.held
             left = f"; left behind: {', '.join(outcome.left)}" if outcome.left else ""
             write(f"| {attack.name} | {'0' if outcome.held else 'GOT THROUGH'} | {outcome.reason[:90]}{left} |\n")

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from prime_rl.environments.sandbox.layers import AUTOMATIC, Layer, LayerName, SandboxFault, layer
-from prime_rl.environments.sandbox.limits import Limits
+from prime_rl.environments.sandbox.layers import AUTOMATIC, Layer, LayerName, ProgramLimits, SandboxFault, layer
 from prime_rl.environments.sandbox.zygotes import START_LIMIT_S, STOP_LIMIT_S, Zygote, ZygoteEnded
 
-ATTEMPTS = 3
-"""Starts of the sandbox for one program, if it ends for another reason than the program."""
+MAX_STARTS = 3
+"""Starts of the sandbox for one program, if the sandbox ends for a reason other than the program."""
 MAX_MESSAGE_BYTES = 64 * 1024
 _CONTAINER = "a container without network and capabilities, read-only, as user nobody; Python's files alone"
 Ended = Literal["exit", "time", "output"]
@@ -31,11 +30,11 @@ class Ran(NamedTuple):
     code: int
     output: str
     raised: str
-    """What the program says that it raised. Not to be trusted."""
+    """The exception that the program reports. Not trustworthy."""
 
 
 class Verdict(NamedTuple):
-    """How many tests passed, in order, until one failed; and why that one did."""
+    """Number of tests that passed until one failed, and the reason of that failure."""
 
     passed: int
     total: int
@@ -47,27 +46,29 @@ class Verdict(NamedTuple):
 
 
 class Sandbox:
-    """Runs one program at a time. Not for several threads.
+    """Runs one program at a time. Not thread-safe.
+
+    Two zygotes fork the processes: one for programs, one (from the first `check` on) for tests.
 
     Raises:
-        SandboxFault: no layer can run here, or not the one that was asked for.
+        SandboxFault: no layer, or not the chosen one, can run here.
     """
 
     def __init__(
         self,
         layer_name: LayerName | Literal["auto"] = "auto",
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         layer_of: Callable[[LayerName], Layer] = layer,
     ) -> None:
         self._layer_of = layer_of
-        self.limits = limits or Limits()
+        self.limits = limits or ProgramLimits()
         self.skipped: dict[str, str] = {}
         """Layers that cannot run here, with the reason."""
         self._candidates, self.layer = self._first(AUTOMATIC if layer_name == "auto" else (layer_name,))
-        self._judges: Zygote | None = None
+        self._testers: Zygote | None = None
 
     def describe(self) -> str:
-        """One line: which layer is in force, and what it does not keep from a program."""
+        """One line: the layer in force, and what it does not hide from programs."""
         hello, name = self._candidates.hello, self.layer.name
         user = "a user of its own" if self.layer.uid is not None else f"user {hello['uid']}"
         parts = {
@@ -84,8 +85,8 @@ class Sandbox:
         return ", ".join(filter(None, [parts[name], "seccomp", "rlimits", files])) + skipped
 
     def run(self, source: str, text: str = "", time_s: float | None = None) -> Ran:
-        """Run a program with this text as its input. `time_s` is another limit than the sandbox's."""
-        return self._attempted(lambda: self._run(source, text, time_s or self.limits.time_s))
+        """Run a program with this text as its input. `time_s` replaces the sandbox's time limit."""
+        return self._with_restarts(lambda: self._run(source, text, time_s or self.limits.time_s))
 
     def check(
         self,
@@ -98,21 +99,21 @@ class Sandbox:
     ) -> Verdict:
         """Load a program in one process and run tests of its functions in another, until one fails.
 
-        `exposed` are the names that the tests take from the program; unset, those that nothing else defines. `aliases`
+        `exposed` are the names that the tests take from the program; unset, names that nothing else defines. `aliases`
         are other names for them. `setup` runs before the tests, without the program.
         """
         tested = {"tests": list(tests), "setup": setup, "exposed": exposed and list(exposed), "aliases": aliases or {}}
-        return self._attempted(lambda: self._check(source, tested, time_s or self.limits.time_s))
+        return self._with_restarts(lambda: self._check(source, tested, time_s or self.limits.time_s))
 
     def pids(self) -> list[int]:
-        """The processes that fork programs, or those above them."""
-        return [each.pid for each in (self._candidates, self._judges) if each is not None]
+        """Process ids of the zygotes, or of ancestors of them."""
+        return [each.pid for each in (self._candidates, self._testers) if each is not None]
 
     def close(self) -> None:
         """End the processes."""
         self._candidates.close()
-        if self._judges is not None:
-            self._judges.close()
+        if self._testers is not None:
+            self._testers.close()
 
     def _first(self, names: Sequence[LayerName]) -> tuple[Zygote, Any]:
         for name in names:
@@ -141,7 +142,7 @@ class Sandbox:
         )
 
     def _failure_of_a_first_program(self, zygote: Zygote) -> str:
-        """Why a program that does nothing fails, if it does: every program of a model would, and count as 0."""
+        """Reason why an empty program fails, or "": if it did, every program of the model would count as 0."""
         self._candidates = zygote
         try:
             ran = self._run("", "", START_LIMIT_S)
@@ -149,13 +150,13 @@ class Sandbox:
             return "it ended while it ran an empty program"
         return "" if ran[:2] == ("exit", 0) else f"an empty program ends with {ran.code} {ran.raised}".strip()
 
-    def _attempted(self, action: Callable[[], Result]) -> Result:
-        for _ in range(ATTEMPTS):
+    def _with_restarts(self, action: Callable[[], Result]) -> Result:
+        for _ in range(MAX_STARTS):
             try:
                 return action()
             except ZygoteEnded:
                 self.close()
-                self._candidates, self._judges = Zygote(self.layer, self.limits), None
+                self._candidates, self._testers = Zygote(self.layer, self.limits), None
         raise SandboxFault("the sandbox ended three times while it ran one program")
 
     def _run(self, source: str, text: str, time_s: float) -> Ran:
@@ -179,7 +180,7 @@ class Sandbox:
         return Ran(ended, code, output.decode("utf-8", "replace"), raised)
 
     def _collected(self, reader: int, deadline: float) -> tuple[bytes, Ended]:
-        """What the program prints, until it ends, or its limit."""
+        """Read the program's output until it ends or exceeds a limit."""
         output = bytearray()
         while True:
             left = deadline - time.monotonic()
@@ -192,7 +193,7 @@ class Sandbox:
                 return bytes(output[: self.limits.output_bytes]), "output"
 
     def _code(self, ended: Ended, deadline: float) -> int | None:
-        """The exit code of the program, killed if it has not ended. None if it closed its output and ran on."""
+        """The exit code of the program, which is killed if it still runs. None if it closed its output and ran on."""
         if ended == "exit":
             try:
                 return self._candidates.wait(deadline)
@@ -204,24 +205,24 @@ class Sandbox:
 
     def _check(self, source: str, tested: dict[str, Any], time_s: float) -> Verdict:
         total = len(tested["tests"])
-        if self._judges is None:
-            self._judges = Zygote(self.layer, self.limits)
+        if self._testers is None:
+            self._testers = Zygote(self.layer, self.limits)
         deadline = time.monotonic() + time_s
         with ExitStack() as stack:
             programs, tests = map(stack.enter_context, map(closing, socket.socketpair()))
-            ours, judge = map(stack.enter_context, map(closing, socket.socketpair()))
+            ours, tester = map(stack.enter_context, map(closing, socket.socketpair()))
             request_end, program_end = map(stack.enter_context, map(closing, socket.socketpair()))
             self._candidates.start(program_end, programs.fileno())
-            self._judges.start(judge, tests.fileno())
-            for each in (program_end, programs, judge, tests):
+            self._testers.start(tester, tests.fileno())
+            for each in (program_end, programs, tester, tests):
                 each.close()
             message: dict[str, Any] = {}
             if _send(request_end, {"do": "serve", "source": source}, deadline) and _send(
-                ours, {"do": "judge", **tested}, deadline
+                ours, {"do": "test", **tested}, deadline
             ):
                 message = _received(ours, deadline)
-            for zygote in (self._judges, self._candidates):
-                if message and zygote is self._judges:
+            for zygote in (self._testers, self._candidates):
+                if message and zygote is self._testers:
                     zygote.wait(time.monotonic() + STOP_LIMIT_S)
                 else:
                     zygote.stop()
@@ -232,7 +233,7 @@ class Sandbox:
 
 
 def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> bool:
-    """Whether the process took the message in time."""
+    """Send a message. Returns whether the process took it in time."""
     body = json.dumps(message).encode()
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     try:
@@ -243,7 +244,7 @@ def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -
 
 
 def _received(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
-    """What a process reported; nothing if it did not. Without a deadline, only what is there already."""
+    """Read the report of a process; {} if there is none. Without a deadline, only a report that is already there."""
     body = b""
     try:
         while not body or len(body) < 4 + struct.unpack("<I", body[:4])[0]:

@@ -1,4 +1,4 @@
-"""Advantage functions: compute the advantage of each rollout from the rewards of its group or batch."""
+"""Computes the advantage of each rollout from the rewards of its group or batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from prime_rl.orchestrator.rollouts.trace import TokenTrace
 
 if TYPE_CHECKING:
     import torch
+
+
 AdvantageFunction = Callable[[Sequence[Group]], list[list[float]]]
 """Takes the groups of a batch; returns one list per group with one advantage per rollout."""
+SCALE_EPS = 1e-5
+"""Added to standard deviations, so that a group of equal rewards has advantages of 0 instead of 0 / 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class AdvantageInputs:
     rewards: torch.Tensor
     """float32 [P, G]"""
     completion_lengths: torch.Tensor
-    """int64 [P, G]. Number of tokens that were sampled, or that the environment wrote between turns."""
+    """int64 [P, G]. Number of sampled tokens, and of tokens that the environment wrote between turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,45 +63,34 @@ def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
 
 
 def assign_advantages(groups: Sequence[Group], advantage: AdvantageFunction) -> None:
-    """Set the advantage of every rollout, and of every call of rollouts whose calls have rewards of their own.
+    """Set the advantage of every rollout, and of every call in groups whose calls have their own rewards.
 
-    If calls of a group have such rewards, each call is compared with all calls of the group, as if it were a rollout:
-    as AReaL does with single completions. Rejected rollouts are compared with nothing, and have 0.
+    In such a group, each call is compared with all calls of the group, as if it were a rollout: AReaL treats single
+    completions in this way. Rejected rollouts are not compared, and get 0.
     """
-    compared = [Compared.of(group) for group in groups]
-    for group, values in zip(compared, advantage([each.as_group for each in compared]), strict=True):
-        group.assign(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """What the rewards of one group are compared between: its rollouts, or their calls."""
-
-    group: Group
-    members: list[tuple[Rollout, list[Rollout]]]
-    """Each rollout that is not rejected, and what stands for it: itself, or one rollout for each of its calls."""
-
-    @classmethod
-    def of(cls, group: Group) -> Compared:
-        by_call = group.has_call_rewards
-        return cls(group, [(each, _calls_of(each) if by_call else [each]) for each in group.scored])
-
-    @property
-    def as_group(self) -> Group:
-        return Group([each for _, members in self.members for each in members], self.group.off_policy_level)
-
-    def assign(self, values: Sequence[float]) -> None:
-        for rollout in self.group.rollouts:
+    compared = [_compared(group) for group in groups]
+    as_groups = [
+        Group([member for _, members in pairs for member in members], group.off_policy_level)
+        for group, pairs in zip(groups, compared, strict=True)
+    ]
+    for group, pairs, values in zip(groups, compared, advantage(as_groups), strict=True):
+        for rollout in group.rollouts:
             rollout.advantage, rollout.call_advantages = 0.0, None
         left = iter(values)
-        for rollout, members in self.members:
+        for rollout, members in pairs:
             own = [float(next(left)) for _ in members]
             rollout.advantage = _mean(own)
             rollout.call_advantages = None if members[0] is rollout else own
 
 
+def _compared(group: Group) -> list[tuple[Rollout, list[Rollout]]]:
+    """Each rollout that is not rejected, with what is compared: itself, or one rollout for each of its calls."""
+    by_call = group.has_call_rewards
+    return [(each, _calls_of(each) if by_call else [each]) for each in group.scored]
+
+
 def _calls_of(rollout: Rollout) -> list[Rollout]:
-    """One rollout for each call; the rollout itself if it has none."""
+    """One rollout for each call; the rollout itself if it has no calls."""
     rewards = rollout.call_rewards or [rollout.reward] * len(rollout.trace.calls)
     calls = zip(rollout.trace.calls, rewards, strict=True)
     return [replace(rollout, reward=reward, trace=TokenTrace([call])) for call, reward in calls] or [rollout]
@@ -130,55 +123,6 @@ def _token_mean(group: Group) -> float:
         return group.mean_reward
     weighted = sum(rollout.reward * length for rollout, length in zip(group.rollouts, lengths, strict=True))
     return weighted / sum(lengths)
-
-
-def _import_function(import_path: str) -> Callable[..., Any]:
-    module_name, _, name = import_path.rpartition(".")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OrchestratorError(
-            f"orchestrator.advantage.import_path: cannot import {import_path!r}: {error}"
-        ) from error
-    return function
-
-
-def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
-    # Torch takes more than a second to import, and only custom functions use tensors.
-    import torch
-
-    if len({len(group.rollouts) for group in groups}) > 1:
-        raise OrchestratorError(
-            "a custom advantage function takes groups of one size; rewards of single calls, and rejected rollouts, "
-            "give groups of several"
-        )
-    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
-    returned = function(AdvantageInputs(rewards, lengths), **kwargs)
-    advantages = getattr(returned, "advantages", None)
-    if not isinstance(advantages, torch.Tensor):
-        got = returned if advantages is None else advantages
-        raise OrchestratorError(
-            f"the custom advantage function returned a {type(got).__name__}, not AdvantageOutputs with a tensor"
-        )
-    if tuple(advantages.shape) != tuple(rewards.shape):
-        raise OrchestratorError(
-            f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
-            f"for rewards of shape {tuple(rewards.shape)}"
-        )
-    for group, own in zip(rewards, advantages, strict=True):
-        if not own.isfinite().all():
-            raise OrchestratorError(
-                f"the custom advantage function returned {own.tolist()} for a group with the rewards "
-                f"{group.tolist()}: advantages are finite numbers; where it divides by a standard deviation, add a "
-                "small number to it"
-            )
-    values: list[list[float]] = advantages.tolist()
-    return values
-
-
-SCALE_EPS = 1e-5
-"""Added to standard deviations, so that a group of equal rewards has advantages of 0 instead of 0 / 0."""
 
 
 def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> list[list[float]]:
@@ -229,3 +173,48 @@ def _deviation(centred: Sequence[float]) -> float:
     if len(centred) < 2:
         return 1.0
     return math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))
+
+
+def _import_function(import_path: str) -> Callable[..., Any]:
+    module_name, _, name = import_path.rpartition(".")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OrchestratorError(
+            f"orchestrator.advantage.import_path: cannot import {import_path!r}: {error}"
+        ) from error
+    return function
+
+
+def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
+    # Torch takes more than a second to import, and only custom functions use tensors.
+    import torch
+
+    if len({len(group.rollouts) for group in groups}) > 1:
+        raise OrchestratorError(
+            "a custom advantage function takes groups of one size; rewards of single calls, and rejected rollouts, "
+            "give groups of several"
+        )
+    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
+    returned = function(AdvantageInputs(rewards, lengths), **kwargs)
+    advantages = getattr(returned, "advantages", None)
+    if not isinstance(advantages, torch.Tensor):
+        got = returned if advantages is None else advantages
+        raise OrchestratorError(
+            f"the custom advantage function returned a {type(got).__name__}, not AdvantageOutputs with a tensor"
+        )
+    if tuple(advantages.shape) != tuple(rewards.shape):
+        raise OrchestratorError(
+            f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
+            f"for rewards of shape {tuple(rewards.shape)}"
+        )
+    for group, own in zip(rewards, advantages, strict=True):
+        if not own.isfinite().all():
+            raise OrchestratorError(
+                f"the custom advantage function returned {own.tolist()} for a group with the rewards "
+                f"{group.tolist()}: advantages are finite numbers; where it divides by a standard deviation, add a "
+                "small number to it"
+            )
+    values: list[list[float]] = advantages.tolist()
+    return values

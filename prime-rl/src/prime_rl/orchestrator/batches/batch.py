@@ -1,12 +1,20 @@
-"""Builds a training batch: decides when it is full, and converts its rollouts to samples."""
+"""Builds a training batch from groups: its size, filters of degenerate rollouts, samples, and the message."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from prime_rl.checks.model_files import vocab_size as vocab_size_of
+from prime_rl.configs.orchestrator import FilterConfig, GibberishFilterConfig
+from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import count_of
 
 
@@ -19,11 +27,11 @@ class BatchTarget:
 
     @property
     def size(self) -> int:
-        """What the groups of a batch count together, at least."""
+        """Least total count of the groups in a batch."""
         return self.rollouts or 1 if self.tokens is None else self.tokens
 
     def count(self, group: Group) -> int:
-        """What a group counts: its rollouts, or their tokens."""
+        """Count of one group: its rollouts, or their tokens."""
         if self.tokens is None:
             return len(group.rollouts)
         return sum(rollout.total_tokens for rollout in group.rollouts)
@@ -42,7 +50,7 @@ class Batch:
 
     @property
     def trained(self) -> list[TrainingSample]:
-        """Samples with at least one token to train on. The trainer would gain nothing from the others."""
+        """Samples with at least one token to train on. Only these are sent."""
         return [sample for _, samples in self.samples for sample in samples if any(sample.completion_mask)]
 
     def message(self, step: int) -> TrainingBatch:
@@ -55,7 +63,7 @@ def build_batch(groups: list[Group]) -> Batch:
 
 
 def what_is_left_out(batch: Batch, limit: str) -> str:
-    """What became of the rollouts of a batch without a token to train on. `limit` is what limits their length."""
+    """Explain why a batch has no token to train on. `limit` names the limit on the rollouts' length."""
     rollouts = batch.rollouts
     failed = [rollout for rollout in rollouts if rollout.error is not None]
     whole = [rollout for rollout in rollouts if rollout.error is None]
@@ -71,3 +79,109 @@ def what_is_left_out(batch: Batch, limit: str) -> str:
     )
     words = [f"{count} {what}" for count, what in counts if count]
     return f"of {count_of('rollout', len(rollouts))} {', '.join(words)}"
+
+
+# Filters of degenerate rollouts.
+
+
+class Filter(Protocol):
+    """Examines a rollout's sampled tokens. With `enforce`, detected rollouts are not trained on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def enforce(self) -> bool: ...
+
+    def detects(self, rollout: Rollout) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GibberishFilter:
+    """Detects a token with an id above the threshold and a log-probability far below that of a uniform distribution.
+
+    High ids are rare tokens in byte-pair vocabularies.
+    """
+
+    token_id_threshold: int
+    max_logprob: float
+    enforce: bool
+    name: str = "gibberish"
+
+    def detects(self, rollout: Rollout) -> bool:
+        return any(
+            token > self.token_id_threshold and logprob < self.max_logprob
+            for call in rollout.trace.calls
+            for token, logprob in zip(call.completion_ids, call.inference_logprobs, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionFilter:
+    """Detects `window` consecutive tokens, counted across turns, with log-probabilities above `min_logprob`."""
+
+    window: int
+    min_logprob: float
+    enforce: bool
+    name: str = "repetition"
+
+    def detects(self, rollout: Rollout) -> bool:
+        if sum(len(call.completion_ids) for call in rollout.trace.calls) < self.window:
+            return False
+        streak = 0
+        for call in rollout.trace.calls:
+            for logprob in call.inference_logprobs:
+                streak = streak + 1 if logprob > self.min_logprob else 0
+                if streak >= self.window:
+                    return True
+        return False
+
+
+def setup_filters(configs: Sequence[FilterConfig], model_name: str) -> list[Filter]:
+    """Build the configured filters, in order. The gibberish filter reads the vocabulary size from the model's config.
+
+    Raises:
+        OrchestratorError: the vocabulary size cannot be read.
+    """
+    return [_setup_filter(config, model_name) for config in configs]
+
+
+def _setup_filter(config: FilterConfig, model_name: str) -> Filter:
+    if isinstance(config, GibberishFilterConfig):
+        uniform_logprob = -math.log(vocab_size(model_name))
+        return GibberishFilter(config.token_id_threshold, uniform_logprob - config.logprob_offset, config.enforce)
+    return RepetitionFilter(config.window, math.log(config.prob_threshold), config.enforce)
+
+
+def vocab_size(model_name: str) -> int:
+    """The vocabulary size in a model's `config.json`, read from its directory or from the hub.
+
+    Raises:
+        OrchestratorError: the file does not exist, or has no vocabulary size.
+    """
+    folder = Path(model_name)
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            folder = Path(hf_hub_download(model_name, "config.json")).parent
+        return vocab_size_of(folder)
+    except (OSError, ValueError, StartFault) as error:
+        # The hub's errors derive from OSError and ValueError, and their messages have several lines.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OrchestratorError(
+            f"orchestrator.filters: the gibberish filter needs the vocabulary size of {model_name!r} ({reason}); "
+            "correct orchestrator.model.name, or remove this filter"
+        ) from error
+
+
+def apply_filters(filters: Sequence[Filter], rollouts: Sequence[Rollout]) -> None:
+    """Record the metric `filter/<name>` (0 or 1) on each rollout, and mask rollouts detected by an enforced filter.
+
+    Only the first filter that detects a rollout counts. A masked rollout's reward still enters the group's baseline.
+    """
+    for rollout in rollouts:
+        hit = next((each for each in filters if each.detects(rollout)), None)
+        rollout.metrics = {**(rollout.metrics or {}), **{f"filter/{each.name}": float(each is hit) for each in filters}}
+        if hit is not None and hit.enforce:
+            rollout.masked_by = rollout.stop_condition = hit.name

@@ -13,7 +13,7 @@ import msgspec
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.frozen import TEACHER_AT_ONCE
-from prime_rl.orchestrator.errors import InferenceFault, TeacherFault
+from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
@@ -33,7 +33,7 @@ class _Reply(msgspec.Struct):
 
 
 class Teacher:
-    """Asks the servers of the teacher for the log-probabilities of given tokens. They take turns."""
+    """Asks the teacher's servers, in turn, for the log-probabilities of given tokens."""
 
     def __init__(self, config: TeacherModelConfig) -> None:
         self.model = config.model.name
@@ -49,12 +49,12 @@ class Teacher:
         `server_log` is the log of the server that was started for this run; None if the user starts it.
 
         Raises:
-            TeacherFault: a server is not ready in time, serves another model, or does not score tokens.
+            OrchestratorError: a server is not ready in time, serves another model, or does not score tokens.
         """
         try:
             await self._pool.wait_served(server_log)
         except InferenceFault as error:
-            raise TeacherFault(f"teacher: {error}") from error
+            raise OrchestratorError(f"teacher: {error}") from error
         self._channels = [
             ChatChannel(server.base_url, server.headers, self._timeout_s, MAX_RETRIES) for server in self._pool.servers
         ]
@@ -63,10 +63,10 @@ class Teacher:
     async def score(self, samples: Sequence[TrainingSample]) -> None:
         """Set `teacher_logprobs` of the samples: entry t is the teacher's log-probability of token t at temperature 1.
 
-        Nothing predicts the first token, so its entry is 0.
+        The first token is not predicted, so its entry is 0.
 
         Raises:
-            TeacherFault: a server does not answer after its retries, or cannot score a sample.
+            OrchestratorError: a server does not answer after its retries, or cannot score a sample.
         """
         turns = zip(samples, itertools.cycle(self._channels), strict=False)
         try:
@@ -85,24 +85,26 @@ class Teacher:
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         where = f"the teacher at {channel.base_url}"
         try:
-            answer = await channel.exchange("/completions", body)
-            (choice,) = self._decoder.decode(answer.body).choices
+            reply = await channel.exchange("/completions", body)
+            (choice,) = self._decoder.decode(reply.body).choices
         except OverlongPrompt as error:
-            raise TeacherFault(
+            raise OrchestratorError(
                 f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len "
                 f"({error.message})"
             ) from error
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
-            raise TeacherFault(f"{where} does not answer: {str(error) or type(error).__name__}") from error
+            raise OrchestratorError(f"{where} does not answer: {str(error) or type(error).__name__}") from error
         except (msgspec.DecodeError, ValueError) as error:
-            raise TeacherFault(f"{where} sends an answer that cannot be read: {error}") from error
+            raise OrchestratorError(f"{where} sends a reply that cannot be read: {error}") from error
         entries = choice.prompt_logprobs or []
         scored = [
             entry[str(token)].logprob if entry is not None and str(token) in entry else math.nan
             for token, entry in zip(tokens[1:], entries[1:], strict=False)
         ]
         if len(scored) != len(tokens) - 1 or not all(map(math.isfinite, scored)):
-            raise TeacherFault(f"{where} does not return log-probabilities of a prompt: it needs `prompt_logprobs`")
+            raise OrchestratorError(
+                f"{where} does not return log-probabilities of a prompt: it needs `prompt_logprobs`"
+            )
         return [0.0, *scored]
 
     async def close(self) -> None:

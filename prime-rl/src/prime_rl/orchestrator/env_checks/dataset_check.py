@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from prime_rl.environments.adapters.games.turns import START_COLUMN
+from prime_rl.environments.adapters.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_checks.prompts import CountTokens, text_of
 from prime_rl.orchestrator.rollouts.images import has_image

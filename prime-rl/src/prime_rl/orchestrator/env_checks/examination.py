@@ -17,7 +17,7 @@ from prime_rl.checks.model_files import context_length
 from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.environments.judging.offer import offered_in_a_trial
+from prime_rl.environments.judging.gateway import offered_in_a_trial
 from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, plain_messages, renderer, text_of
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.utils.errors import StartFault

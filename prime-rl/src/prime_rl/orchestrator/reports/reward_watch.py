@@ -1,4 +1,4 @@
-"""Warns when rewards tell nothing about the answers, and when one part of the reward falls while the sum rises."""
+"""Warns when rewards carry no signal, and when one part of the reward falls while the sum rises."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class RewardWatch:
     """Looks at the rewards of every step."""
 
     def __init__(self, parts: RewardParts, limits: str = "their length limit") -> None:
-        """`limits` names what ends an answer early."""
+        """`limits` names the limits that end an answer early."""
         self.parts = parts
-        self._cuts = CutAnswers(limits)
+        self._cuts = TruncatedRollouts(limits)
         self._group_size = 0
         self._equal = {env: EqualRewards() for env in parts}
         self._trends = {(env, name): PartTrend() for env, weights in parts.items() for name in weights}
@@ -54,9 +54,9 @@ class RewardWatch:
             warnings.append(f"Step {step}: {words}")
         for env in self.parts:
             of_env = [rollout for rollout in rollouts if rollout.example.env == env]
-            place = f"environment {env!r}: " if len(self.parts) > 1 else ""
+            prefix = f"environment {env!r}: " if len(self.parts) > 1 else ""
             found = self._observe(step, env, of_env) if of_env else []
-            warnings += [f"Step {step}: {place}{words}" for words in found]
+            warnings += [f"Step {step}: {prefix}{words}" for words in found]
         return warnings
 
     def _observe(self, step: int, env: str, rollouts: Sequence[Rollout]) -> Iterator[str]:
@@ -83,7 +83,7 @@ class Stretch:
         return not is_good and not self.has_warned
 
 
-class CutAnswers:
+class TruncatedRollouts:
     """Finds stretches of steps in which most answers are cut off."""
 
     def __init__(self, limits: str) -> None:
@@ -139,7 +139,7 @@ class Window:
 
     steps: tuple[int, ...]
     parts: tuple[float, ...]
-    """What the part adds to the reward: weight times mean value of its function, for each step."""
+    """Contribution of the part to the reward at each step: weight times mean value of its function."""
     rewards: tuple[float, ...]
     """Mean rewards."""
 

@@ -1,34 +1,50 @@
-"""Keeps rollouts on disk: some of each step, and all of evaluations."""
+"""Keeps rollouts on disk: some of each step, and all of evaluations.
+
+Chooses groups, writes their rollouts as compressed JSON lines in a thread, and deletes files when they get too large.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
+import numpy as np
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.orchestrator.batches.batch import Batch
-from prime_rl.orchestrator.reports.records import RecordEncoder, record, token_fields
-from prime_rl.orchestrator.reports.selection import choose_groups
-from prime_rl.orchestrator.reports.thinning import thin_out
 from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenizer
-from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.orchestrator.rollouts.trace import ModelCall
+from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.run.paths import OrchestratorPaths, SamplesFile
+from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 
+_NOT_JSON = (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+_DECIMALS = 5
+RANDOM, WORST, BEST = "random", "worst", "best"
+"""Reasons to keep a group. The groups chosen at random are an unbiased sample of the step's groups."""
+FILL = 0.8
+"""Files are deleted down to this fraction of the limit, so that not every step deletes some."""
 ALL = "all"
 """Reason to keep a rollout when all are kept."""
 _SIZES_EVERY = 16
-"""Files between two looks at the size of all files. In between, the files that this process writes are added up."""
+"""Number of files between two looks at the size of all files. In between, sizes of written files are added up."""
 _LEVEL = 1
-"""A higher one takes three times as long, and saves 7%: log-probabilities are nearly random."""
+"""Compression level. A higher one takes three times as long and saves 7%, as log-probabilities are nearly random."""
 
 
 class RolloutLog:
@@ -67,8 +83,10 @@ class RolloutLog:
             chosen = {index: [ALL] for index in range(len(batch.groups))}
         else:
             chosen = choose_groups(batch.groups, self._bounds.per_step, step)
-        places = ((index, number) for index, group in enumerate(batch.groups) for number in range(len(group.rollouts)))
-        for (index, number), (_, samples) in zip(places, batch.samples, strict=True):
+        positions = (
+            (index, number) for index, group in enumerate(batch.groups) for number in range(len(group.rollouts))
+        )
+        for (index, number), (_, samples) in zip(positions, batch.samples, strict=True):
             if index in chosen:
                 for line, sample in enumerate(samples):
                     sample.kept_as = [index, number, line]
@@ -105,15 +123,15 @@ class RolloutLog:
         in_batch = sum(len(group.rollouts) for group in groups)
         for index, reasons in chosen.items():
             for number, rollout in enumerate(groups[index].rollouts):
-                place = {"step": step, "group": index, "rollout": number, "kept": reasons, "in_batch": in_batch}
-                lag = step - rollout.version
-                yield self._record(rollout, **place, lag=lag, off_policy_level=groups[index].off_policy_level)
+                fields = {"step": step, "group": index, "rollout": number, "kept": reasons, "in_batch": in_batch}
+                fields |= {"lag": step - rollout.version, "off_policy_level": groups[index].off_policy_level}
+                yield self._record(rollout, **fields)
 
     def _evaluation_records(self, version: int, outcome: Outcome) -> list[dict[str, Any]]:
-        place = {"eval_version": version, "kept": [ALL]}
+        fields = {"eval_version": version, "kept": [ALL]}
         example = outcome.example
-        failure = {"env": example.env, "row": example.row, **place, "reward": None, "error": outcome.reason}
-        return [self._record(each, **place) for each in outcome.rollouts] + [failure] * outcome.failed
+        failure = {"env": example.env, "row": example.row, **fields, "reward": None, "error": outcome.reason}
+        return [self._record(each, **fields) for each in outcome.rollouts] + [failure] * outcome.failed
 
     def _record(self, rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         max_tokens = None if self._bounds is None else self._bounds.max_tokens
@@ -124,7 +142,7 @@ class RolloutLog:
         self._thread.submit(self._try, path, records)
 
     def _try(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
-        # A run without kept rollouts is better than no run. If the disk is full, its checkpoints will say so.
+        # A failure must not end the run. If the disk is full, saving a checkpoint reports it.
         try:
             self._write(path, records)
         except Exception as error:  # noqa: BLE001 - the texts are the environment's, and may be anything
@@ -152,3 +170,254 @@ class RolloutLog:
             get_logger().info(f"Kept rollouts have no text for each token: {model!r} has no tokenizer.json here")
             return None
         return TokenTexts(tokenizer)
+
+
+# Choice of the groups that are kept.
+
+
+def choose_groups(groups: Sequence[Group], max_rollouts: int, step: int) -> dict[int, list[str]]:
+    """Choose the groups to keep. Returns reasons by group index.
+
+    One group at random in any case; then the worst and the best by mean reward, as far as `max_rollouts` allows; the
+    rest at random. How many are chosen at random does not depend on rewards. A group may have several reasons.
+    """
+    if not groups:
+        return {}
+    room = max_rollouts // max(len(group.rollouts) for group in groups)
+    extremes = min(2, max(0, room - 1))
+    # A separate generator, so that keeping rollouts does not change which examples are drawn.
+    generator = random.Random(f"kept rollouts of step {step}")
+    reasons: dict[int, list[str]] = {
+        index: [RANDOM] for index in generator.sample(range(len(groups)), min(len(groups), max(1, room - extremes)))
+    }
+    by_reward = sorted(range(len(groups)), key=lambda index: groups[index].mean_reward)
+    for index, reason in ((by_reward[0], WORST), (by_reward[-1], BEST))[:extremes]:
+        reasons.setdefault(index, []).append(reason)
+    return dict(sorted(reasons.items()))
+
+
+# A kept rollout as a JSON object.
+
+
+def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
+    """A rollout without its tokens."""
+    return {
+        "env": rollout.example.env,
+        "row": rollout.example.row,
+        "prompt_id": rollout.prompt_id or None,
+        **more,
+        "prompt": rollout.prompt,
+        "completion": rollout.completion,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        "metrics": rollout.metrics,
+        "policy_version": rollout.version,
+        "temperature": rollout.temperature,
+        "prompt_tokens": len(rollout.trace.calls[0].prompt) if rollout.trace else None,
+        "completion_tokens": rollout.completion_tokens,
+        "num_turns": rollout.num_turns,
+        "is_truncated": rollout.is_truncated,
+        "stop_condition": rollout.stop_condition,
+        "masked_by": rollout.masked_by,
+        "generation_ms": rollout.generation_ms,
+        "scoring_ms": rollout.scoring_ms,
+        "error": rollout.error_detail or rollout.error,
+        "reward_errors": rollout.reward_errors or None,
+    }
+
+
+def token_fields(rollout: Rollout, max_tokens: int | None, texts: TokenTexts | None) -> dict[str, Any]:
+    """Model calls, and the tokens of each line of conversation, which are those that are trained on."""
+    # Untrained rollouts have empty masks; here the mask says which tokens the model sampled.
+    lines = to_samples(dataclasses.replace(rollout, error=None, masked_by=None))
+    length = sum(len(line.prompt_ids) + len(line.completion_ids) for line in lines)
+    left = length if max_tokens is None else min(length, max_tokens)
+    cut = length - left
+    sequences = []
+    for line in lines:
+        sequences.append(_sequence(line, left))
+        left -= len(sequences[-1]["prompt_ids"]) + len(sequences[-1]["completion_ids"])
+    ids: set[int] = set()
+    for each in sequences:
+        ids.update(each["prompt_ids"], each["completion_ids"])
+    return {
+        "is_trained": rollout.trains,
+        "calls": [_call(call) for call in rollout.trace.calls],
+        "versions": {str(version): n for version, n in rollout.trace.trainable_by_version(rollout.version).items()},
+        "sequences": sequences,
+        "token_texts": None if texts is None else texts.of(ids),
+        "cut_tokens": cut,
+    }
+
+
+def _sequence(line: TrainingSample, left: int) -> dict[str, Any]:
+    """At most `left` tokens of a sample: the first of the completion, then the last of the prompt."""
+    end = min(left, len(line.completion_ids))
+    start = max(0, len(line.prompt_ids) - (left - end))
+    return {
+        "prompt_ids": line.prompt_ids[start:],
+        "prompt_start": start,
+        "completion_ids": line.completion_ids[:end],
+        "sampled": _runs(line.completion_mask[:end]),
+        "engine_logprobs": np.round(np.asarray(line.inference_logprobs[:end], np.float64), _DECIMALS).tolist(),
+    }
+
+
+def _runs(mask: Sequence[bool]) -> list[list[int]]:
+    """Start and end of each run of true entries."""
+    edges: list[int] = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0)).tolist()
+    return [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _call(call: ModelCall) -> dict[str, Any]:
+    details = call.details
+    return {
+        "prompt_tokens": len(call.prompt),
+        "completion_tokens": len(call.completion_ids),
+        "versions": [[span.start, span.end, span.version] for span in details.weight_versions],
+        "finish_reason": details.finish_reason,
+        "started_s": details.started_s,
+        "ended_s": details.ended_s,
+    }
+
+
+class RecordEncoder:
+    """Encodes records as lines of JSON, with messages of at most `max_chars` characters."""
+
+    def __init__(self, config: KeepRolloutsConfig | None) -> None:
+        self.max_chars = None if config is None else config.max_chars
+        # Messages may contain the environment's own objects.
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+    def lines(self, records: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(self._line(each) + b"\n" for each in records)
+
+    def _line(self, values: dict[str, Any]) -> bytes:
+        """One line of JSON. A value that JSON cannot hold is replaced by the name of its type."""
+        try:
+            return self._bounded(values, self._encoder.encode(values))
+        except _NOT_JSON:
+            kept = {key: self._kept(value) for key, value in values.items()}
+            return self._bounded(kept, self._encoder.encode(kept))
+
+    def _kept(self, value: Any) -> Any:
+        try:
+            self._encoder.encode(value)
+        except _NOT_JSON:
+            return f"<{type(value).__name__}>"
+        return value
+
+    def _bounded(self, values: dict[str, Any], line: bytes) -> bytes:
+        """The line, or one with shorter messages. `line` has at least as many bytes as the messages have characters."""
+        if self.max_chars is None or len(line) <= self.max_chars:
+            return line
+        texts = ("prompt", "completion", "error", "reward_errors")
+        plain = {key: msgspec.json.decode(self._encoder.encode(values.get(key))) for key in texts}
+        lengths = [len(text) for text in _texts(plain)]
+        if sum(lengths) <= self.max_chars:
+            return line
+        longest = longest_text(lengths, self.max_chars)
+        bounded = _map_texts(plain, lambda text: shortened(text, longest))
+        cut = sum(max(0, length - longest) for length in lengths)
+        return self._encoder.encode({**values, **bounded, "cut_chars": cut})
+
+
+def longest_text(lengths: Sequence[int], total: int) -> int:
+    """The length to cut longer texts to, so that all of them have about `total` characters."""
+    left = len(lengths)
+    for length in sorted(lengths):
+        if length * left > total:
+            return total // left
+        total -= length
+        left -= 1
+    return max(lengths, default=0)
+
+
+def shortened(text: str, limit: int) -> str:
+    """A text whose middle is replaced by a note of how much is missing, if it is longer than the limit."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 3, limit // 3
+    return f"{text[:head]}\n[… {len(text) - head - tail:,} characters cut …]\n{text[len(text) - tail :]}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_texts(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _map_texts(each, change) for key, each in value.items()}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    dump = getattr(value, "model_dump", None)
+    return dump(mode="json") if dump else str(value)
+
+
+# The size of all files.
+
+
+def thin_out(samples: Path, max_bytes: int) -> int:
+    """Delete steps, then evaluations, until the files fit; returns the size of what is left, in bytes.
+
+    The first and the newest of each kind stay. The others are deleted where they are densest, so that steps of the
+    whole run remain.
+    """
+    files = SamplesFile.all_in(samples)
+    sizes: dict[tuple[str, int], int] = {}
+    for file in files:
+        sizes[file.kind, file.number] = sizes.get((file.kind, file.number), 0) + file.path.stat().st_size
+    total = sum(sizes.values())
+    if total <= max_bytes:
+        return total
+    excess = total - int(FILL * max_bytes)
+    deleted: set[tuple[str, int]] = set()
+    for kind in ("step", "eval"):
+        of_kind = {number: size for (each, number), size in sizes.items() if each == kind}
+        for number in densest(of_kind, excess):
+            deleted.add((kind, number))
+            excess -= of_kind[number]
+    for file in files:
+        if (file.kind, file.number) in deleted:
+            file.path.unlink()
+    left = total - sum(sizes[each] for each in deleted)
+    evaluations = sum(kind == "eval" for kind, _ in deleted)
+    get_logger().warning(
+        f"Kept rollouts take {total / 2**20:.1f} MiB, more than keep_rollouts.max_total_mib = {max_bytes >> 20}: "
+        f"deleted those of {len(deleted) - evaluations} steps and {evaluations} evaluations, spread over the run; "
+        f"{left / 2**20:.1f} MiB are left"
+    )
+    return left
+
+
+def densest(sizes: Mapping[int, int], excess: int) -> list[int]:
+    """Numbers to delete, so that `excess` bytes are freed if possible, never the first and the last.
+
+    Each is the one whose neighbours are closest together.
+    """
+    numbers = sorted(sizes)
+    before = {right: left for left, right in pairwise(numbers)}
+    after = dict(pairwise(numbers))
+    heap = [(after[number] - before[number], number) for number in numbers[1:-1]]
+    heapq.heapify(heap)
+    chosen: list[int] = []
+    while excess > 0 and heap:
+        gap, number = heapq.heappop(heap)
+        left, right = before[number], after[number]
+        if gap != right - left:  # a neighbour has been deleted since
+            heapq.heappush(heap, (right - left, number))
+            continue
+        chosen.append(number)
+        excess -= sizes[number]
+        after[left], before[right] = right, left
+    return chosen

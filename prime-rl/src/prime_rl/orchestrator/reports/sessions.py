@@ -1,4 +1,4 @@
-"""Records in the trace what became of each group, and when its rollouts generated, used tools and were scored."""
+"""Records groups in the trace: their fate, and when their rollouts generated, used tools and were scored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.run.ledger import Ledger
 
 PHASES = {"generation": "generate", "model": "model call", "env": "tool", "scoring": "reward"}
-"""What verifiers measures of a rollout, and its name in the trace."""
+"""Phases that verifiers measures, with their names in the trace."""
 
 
 class GroupSessions:

@@ -1,50 +1,31 @@
-"""Samples training examples, and rejects finished groups that have nothing to train on."""
+"""The buffer: draws training examples, keeps easy and hard ones out, and rejects groups without a learning signal."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from prime_rl.configs.orchestrator import BufferConfig
-from prime_rl.orchestrator.errors import EnvironmentFault, NothingToTrain
+from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
-from prime_rl.orchestrator.scheduling.difficulty import DifficultyPools, Fingerprint
 from prime_rl.run.ledger import Ledger
-from prime_rl.utils.logger import count_of
+from prime_rl.utils.logger import count_of, get_logger
 
+Difficulty = Literal["easy", "hard"]
+Fingerprint = Callable[[ExampleRef], str]
 EVERY_0, EVERY_1, EQUAL = "every reward 0", "every reward 1", "equal rewards"
 ADVICE = {
     EVERY_0: "take easier examples, raise rollouts_per_example, check the reward functions",
     EVERY_1: "take harder examples, raise rollouts_per_example",
     EQUAL: "raise rollouts_per_example, give rewards that differ",
 }
-"""What gives groups that are not rejected, by the reason of most rejections."""
-
-
-@dataclass(slots=True)
-class GroupCounts:
-    """Numbers of groups since the last report."""
-
-    easy: int = 0
-    """Rejected because every reward is 1."""
-    hard: int = 0
-    """Rejected because every reward is 0."""
-    equal: int = 0
-    """Rejected because all rewards are equal, but neither 0 nor 1."""
-    evicted_easy: int = 0
-    evicted_hard: int = 0
-    groups: int = 0
-    """All finished groups, accepted or rejected."""
-
-    @property
-    def by_reason(self) -> dict[str, int]:
-        """Number of rejected groups by what their rewards were, the most frequent first."""
-        counts = {EVERY_0: self.hard, EVERY_1: self.easy, EQUAL: self.equal}
-        return {reason: n for reason, n in sorted(counts.items(), key=lambda item: -item[1]) if n}
+"""How to get groups that are not rejected, by the most frequent reason."""
 
 
 class Buffer:
@@ -55,7 +36,8 @@ class Buffer:
     continues with the same examples. Examples returned with `put_back` come first. Rows of an endless environment are
     drawn in their order, each once, and are in no pool.
 
-    Records draws and rejections in `ledger`, and does so for others: what becomes of each example is in one file.
+    Records draws and rejections in `ledger`. The scheduler and the steps add to it, so one file has the fate of each
+    example.
     """
 
     def __init__(
@@ -74,7 +56,7 @@ class Buffer:
         self.pools = DifficultyPools({env: count or 0 for env, count in num_rows.items()}, fingerprint)
         self._endless = [env for env, count in num_rows.items() if count is None]
         self._next_rows = dict.fromkeys(self._endless if config.order == "random" else num_rows, 0)
-        """Where the environments continue whose rows are drawn in turn."""
+        """Next row of each environment whose rows are drawn in turn."""
         self._fingerprint = fingerprint
         self.counts = GroupCounts()
         self._draws = 0
@@ -82,7 +64,7 @@ class Buffer:
         self._ratios = dict(zip(self.num_rows, config.env_ratios or self._sizes(), strict=True))
 
     def _sizes(self) -> list[float]:
-        """The shares of environments without `env_ratios`: their rows. An endless one must be alone."""
+        """Ratios without `env_ratios`: numbers of rows. An endless environment must be the only one."""
         if self._endless and len(self.num_rows) > 1:
             names = ", ".join(map(repr, self._endless))
             raise EnvironmentFault(f"{names} has rows without end, and is not alone: set buffer.env_ratios")
@@ -92,14 +74,14 @@ class Buffer:
         """Return the next example.
 
         Raises:
-            NothingToTrain: the normal pool is empty.
+            OrchestratorError: the normal pool is empty.
         """
         if self._waiting:
             return self._waiting.popleft()
         # The ratios are fixed at the start: an environment keeps its share as its pool shrinks.
         envs = [env for env, rows in self.pools.normal.items() if rows or env in self._endless]
         if not envs:
-            raise NothingToTrain(
+            raise OrchestratorError(
                 "no example is left to train on, all are easy or hard: raise orchestrator.buffer.easy_threshold, lower "
                 "hard_threshold, or raise easy_fraction and hard_fraction"
             )
@@ -147,7 +129,7 @@ class Buffer:
         return False
 
     def rejections(self) -> str:
-        """How many groups were rejected since the last report, and why; empty if none was."""
+        """Number of groups rejected since the last report, with reasons; empty if there are none."""
         reasons = self.counts.by_reason
         if not reasons:
             return ""
@@ -155,7 +137,7 @@ class Buffer:
         return f"{sum(reasons.values())} of {count_of('group', self.counts.groups)} rejected ({words})"
 
     def advice(self) -> str:
-        """What to change about the rejections since the last report."""
+        """Advice on the rejections since the last report."""
         reason = next(iter(self.counts.by_reason), EQUAL)
         filters = ("online_difficulty_filtering", "drop_equal_rewards")
         keys = " and ".join(f"buffer.{key}" for key in filters if getattr(self.config, key))
@@ -186,7 +168,7 @@ class Buffer:
         return len(self._waiting)
 
     def summary(self) -> dict[str, Any]:
-        """The state in numbers. `seed` and `draws` decide the next draw."""
+        """The state for the log and the receipt. `seed` and `draws` decide the next draw."""
         waiting = [[example.env, example.row, example.draw] for example in self._waiting]
         position = {"next_rows": dict(self._next_rows)} if self._next_rows else {}
         pools = self.pools.sizes()
@@ -220,3 +202,108 @@ class Buffer:
             self.counts.evicted_easy += self.pools.move(example, "easy")
         elif hard is not None and group.mean_reward <= hard:
             self.counts.evicted_hard += self.pools.move(example, "hard")
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """Numbers of groups since the last report."""
+
+    easy: int = 0
+    """Rejected because every reward is 1."""
+    hard: int = 0
+    """Rejected because every reward is 0."""
+    equal: int = 0
+    """Rejected because all rewards are equal, but neither 0 nor 1."""
+    evicted_easy: int = 0
+    evicted_hard: int = 0
+    groups: int = 0
+    """All finished groups, accepted or rejected."""
+
+    @property
+    def by_reason(self) -> dict[str, int]:
+        """Number of rejected groups by reason, the most frequent first."""
+        counts = {EVERY_0: self.hard, EVERY_1: self.easy, EQUAL: self.equal}
+        return {reason: n for reason, n in sorted(counts.items(), key=lambda item: -item[1]) if n}
+
+
+class DifficultyPools:
+    """The rows of every environment in three pools: easy, normal and hard. Only normal examples are sampled.
+
+    The saved state includes fingerprints, so that examples are found again after the dataset has changed.
+    """
+
+    def __init__(self, num_rows: Mapping[str, int], fingerprint: Fingerprint) -> None:
+        self.normal = {env: list(range(count)) for env, count in num_rows.items()}
+        """Row indices in ascending order, so that draws do not depend on the order of moves."""
+        self._fingerprint = fingerprint
+        self._moved: dict[Difficulty, dict[ExampleRef, str]] = {"easy": {}, "hard": {}}
+
+    def move(self, example: ExampleRef, difficulty: Difficulty) -> bool:
+        """Move an example from the normal pool to another; False if it is not in the normal pool."""
+        if not self._is_normal(example):
+            return False
+        rows = self.normal[example.env]
+        del rows[bisect_left(rows, example.row)]
+        self._moved[difficulty][example] = self._fingerprint(example)
+        return True
+
+    def return_fraction(self, difficulty: Difficulty, fraction: float, draw: random.Random) -> None:
+        """Return a random fraction of a pool to the normal pool."""
+        pool = self._moved[difficulty]
+        for example in draw.sample(sorted(pool), round(len(pool) * fraction)):
+            del pool[example]
+            insort(self.normal[example.env], example.row)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of examples in each pool."""
+        moved: dict[str, int] = {name: len(pool) for name, pool in self._moved.items()}
+        return {"normal": sum(len(rows) for rows in self.normal.values()), **moved}
+
+    def shares(self) -> dict[str, float]:
+        """Fraction of all examples in each pool, as `pool/*`."""
+        counts = self.sizes()
+        return {f"pool/{name}": counts[name] / max(sum(counts.values()), 1) for name in ("easy", "normal", "hard")}
+
+    def state(self) -> dict[str, list[list[Any]]]:
+        """`[env, row, fingerprint]` of each easy and hard example."""
+        return {
+            name: [[example.env, example.row, digest] for example, digest in pool.items()]
+            for name, pool in self._moved.items()
+        }
+
+    def restore(self, state: Mapping[Difficulty, Sequence[Sequence[Any]]]) -> None:
+        """Move the saved examples to their pools. Logs a warning about examples that no longer exist."""
+        index: dict[str, dict[str, ExampleRef]] = {}
+        for difficulty, entries in state.items():
+            found = (self._find(env, row, digest, index) for env, row, digest in entries)
+            missing = sum(example is None or not self.move(example, difficulty) for example in found)
+            if missing:
+                get_logger().warning(
+                    f"{missing} of the checkpoint's {len(entries)} {difficulty} examples are no longer in the datasets"
+                )
+
+    def _find(self, env: str, row: int, digest: str, index: dict[str, dict[str, ExampleRef]]) -> ExampleRef | None:
+        """Find an example at its saved row, or else by its fingerprint. Each environment is indexed at most once."""
+        example = ExampleRef(env, row)
+        if self._is_normal(example) and self._fingerprint(example) == digest:
+            return example
+        if env not in index:
+            index[env] = {
+                self._fingerprint(each): each for each in (ExampleRef(env, row) for row in self.normal.get(env, []))
+            }
+        return index[env].get(digest)
+
+    def _is_normal(self, example: ExampleRef) -> bool:
+        rows = self.normal.get(example.env, [])
+        index = bisect_left(rows, example.row)
+        return index < len(rows) and rows[index] == example.row
+
+
+def fingerprint(env: str, row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """SHA-256 of the JSON list of a row's values for `keys`, in hex. `task` is the environment's name.
+
+    Skips keys that the row does not have.
+    """
+    named = {**row, "task": env}
+    text = json.dumps([named[key] for key in keys if key in named], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Schedules rollout groups on the inference servers, and collects finished groups into batches."""
+"""Keeps groups of rollouts in flight on the inference servers, and collects finished groups into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from prime_rl.orchestrator.errors import EnvironmentFault, TooManyFailures
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_group
 from prime_rl.orchestrator.scheduling.buffer import Buffer
-from prime_rl.orchestrator.scheduling.rate import RateLimit
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
@@ -24,7 +23,7 @@ from prime_rl.utils.logger import count_of, get_logger
 
 Task = asyncio.Task[list[Rollout]]
 MAX_ATTEMPTS = 3
-"""Number of attempts at an example, including the first."""
+"""Number of times that an example is rolled out, including the first."""
 MIN_FAILURES_IN_A_ROW = 8
 WAIT_LOG_INTERVAL_S = 60.0
 
@@ -57,9 +56,9 @@ class SchedulerLimits:
     """A group in flight is cancelled after more weight updates than this."""
     groups_per_minute: int | None = None
     staleness: Staleness | None = None
-    """Bounds what starts. None if the number of groups in a batch is not known: nothing is bounded then."""
+    """Bounds how many groups start. None if batches are counted in tokens: their number of groups is unknown."""
     ending_s: float = 10.0
-    """Longest wait for cancelled groups to end."""
+    """Longest wait for cancelled groups to end, in seconds."""
 
     @property
     def max_failures_in_a_row(self) -> int:
@@ -79,7 +78,7 @@ class InFlightGroup:
     off_policy_level: int = 0
     """Number of weight updates since the group started."""
     has_started: bool = False
-    """False while it waits for `groups_per_minute`."""
+    """False while the group waits for `groups_per_minute`."""
 
 
 class Scheduler:
@@ -105,9 +104,9 @@ class Scheduler:
         self.cancelled_groups = 0
         self._in_flight: dict[Task, InFlightGroup] = {}
         self._finished: dict[Task, None] = {}
-        """Tasks in flight that have ended, in that order: with thousands of groups, a list would be searched often."""
+        """Tasks in flight that have ended, in order of their end. A dict: a list of thousands is slow to search."""
         self._changed = asyncio.Event()
-        """Set when a task ends and when a version is announced: there may be something to collect or to start."""
+        """Set when a task ends and when a version is announced: a group may now be collected or started."""
         self._retries: deque[tuple[ExampleRef, int]] = deque()
         self._failures_in_a_row = 0
         self._rejections_in_a_row = 0
@@ -127,11 +126,11 @@ class Scheduler:
     async def collect(self, step: int, target: BatchTarget, sampling_args: dict[str, Any]) -> list[Group]:
         """Wait for the groups of one batch. Groups that start from now on use `sampling_args`.
 
-        With a bounded lag, waits for running groups that would be too old for the next batch.
+        With bounded staleness, waits for running groups that would be too old for the next batch.
 
         Raises:
             TooManyFailures: `max_failures_in_a_row` groups failed in a row.
-            NothingToTrain: the buffer has no example left.
+            OrchestratorError: the buffer has no example left.
         """
         await self.policy.require(step)
         groups: list[Group] = []
@@ -155,7 +154,7 @@ class Scheduler:
     def on_new_version(self, version: int) -> None:
         """Increment the off-policy level of every group in flight, and retry groups above `max_off_policy_steps`.
 
-        A group that still ran counts this as an attempt; one that had finished was not slow.
+        A running group uses up an attempt. A finished one does not, because it was not slow.
         """
         limit = self.limits.max_off_policy_steps
         for group in self._in_flight.values():
@@ -250,19 +249,20 @@ class Scheduler:
     def _next_finished(self, step: int, collected: int) -> Task | None:
         """The first finished task that the batch of `step` may collect; None if there is none.
 
-        Failed tasks come too: they need no room in the batch.
+        Failed tasks are always collected: they take no place in the batch.
         """
         staleness, newest = self.limits.staleness, None
-        if self._finished and staleness is not None and staleness.max_lag is not None:
+        if self._finished and staleness is not None and staleness.max_staleness is not None:
             versions = [group.version for group in self._in_flight.values()]
             newest = staleness.newest_collectable(step, collected, versions)
         for task in self._finished:
-            if newest is None or self._in_flight[task].version <= newest or _has_failed(task):
+            has_failed = task.cancelled() or task.exception() is not None
+            if has_failed or newest is None or self._in_flight[task].version <= newest:
                 return task
         return None
 
     async def _wait(self, step: int) -> None:
-        """Wait until a group ends or a version arrives. Logs what is waited for every `WAIT_LOG_INTERVAL_S`."""
+        """Wait until a group ends or a version arrives. Logs the reason for the wait every `WAIT_LOG_INTERVAL_S`."""
         try:
             # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes together with the event.
             async with asyncio.timeout(WAIT_LOG_INTERVAL_S):
@@ -271,7 +271,7 @@ class Scheduler:
             get_logger().info(f"Step {step}: {self._state()}")
 
     def _state(self) -> str:
-        """What was rejected since the last report, and what is waited for."""
+        """Rejections since the last report, and the reason for the wait."""
         return "; ".join(words for words in (self.buffer.rejections(), self._waiting_for()) if words)
 
     def _waiting_for(self) -> str:
@@ -372,5 +372,22 @@ class Scheduler:
         return False
 
 
-def _has_failed(task: Task) -> bool:
-    return task.cancelled() or task.exception() is not None
+class RateLimit:
+    """Allows at most `most` starts within any `period_s` seconds, first come, first served."""
+
+    def __init__(self, most: int, period_s: float = 60.0) -> None:
+        self.most = most
+        self._period_s = period_s
+        self._starts: deque[float] = deque()
+        """Times of the starts in the last period, on the event loop's clock."""
+        self._turn = asyncio.Lock()
+
+    async def acquire(self) -> None:
+        """Wait until one more may start, and count it. A cancelled wait is not counted."""
+        clock = asyncio.get_running_loop().time
+        async with self._turn:
+            if len(self._starts) >= self.most:
+                await asyncio.sleep(self._starts[-self.most] + self._period_s - clock())
+            self._starts.append(clock())
+            while self._starts[0] <= self._starts[-1] - self._period_s:
+                self._starts.popleft()

@@ -1,4 +1,4 @@
-"""Limits how many groups start, so that rollouts are not too old when they are trained on."""
+"""Staleness control: limits how many groups start, so that rollouts are not too old when they are trained on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Which groups a run can use, and when.
+    """Computes how many groups may start, and which may join a batch.
 
-    The lag of a group is the step that trains on it minus the policy version that it started with. Step s trains
-    version s, so a lag of 0 is on-policy.
+    The staleness of a group is the step that trains on it minus the policy version that it started with. Step s trains
+    version s, so a staleness of 0 is on-policy.
 
-    With a `max_lag` of k, a group that started with version v must be in the batch of step v + k at the latest. Two
-    rules guarantee that it fits:
+    With a `max_staleness` of k, a group that started with version v must be in the batch of step v + k at the latest.
+    Two rules guarantee that it fits:
 
     - The groups that are trained on, collected or in flight never exceed (k + v + 1) batches while the servers hold
       version v (staleness control; Fu et al. 2025, AReaL).
@@ -24,16 +24,16 @@ class Staleness:
 
     groups_per_batch: int
     max_steps: int | None = None
-    """Number of steps of the run; None has no end."""
-    max_lag: int | None = None
-    """None does not bound the lag."""
+    """Number of steps of the run; None is unlimited."""
+    max_staleness: int | None = None
+    """Bound on the staleness, in steps. None sets no bound."""
 
     def usable(self, step: int, version: int) -> int | None:
         """Number of groups that the batch of `step` and later batches can use if they start now; None if unbounded.
 
         Counts the groups collected for `step` so far and those in flight.
         """
-        ends = [self.max_steps, None if self.max_lag is None else version + self.max_lag + 1]
+        ends = [self.max_steps, None if self.max_staleness is None else version + self.max_staleness + 1]
         known = [end for end in ends if end is not None]
         return self.groups_per_batch * (min(known) - step) if known else None
 
@@ -44,12 +44,12 @@ class Staleness:
             collected: Number of groups in the batch so far.
             versions: Versions with which the groups in flight started.
         """
-        if self.max_lag is None:
+        if self.max_staleness is None:
             return None
         due_by_end = 0
         for version, count in sorted(Counter(versions).items()):
-            end = max(step, version + self.max_lag)
+            end = max(step, version + self.max_staleness)
             due_by_end += count
             if collected + due_by_end >= self.groups_per_batch * (end - step + 1):
-                return end - self.max_lag
+                return end - self.max_staleness
         return None

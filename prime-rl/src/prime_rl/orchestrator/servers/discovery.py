@@ -1,5 +1,4 @@
-"""Looks up the addresses of inference servers: the one of a host, or all under a DNS name, such as a headless
-Kubernetes service."""
+"""Looks up addresses of inference servers: of a host, or all behind a DNS name (a headless Kubernetes service)."""
 
 from __future__ import annotations
 
@@ -11,13 +10,15 @@ from typing import Any, Protocol
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from prime_rl.utils.errors import RunError
+
 LOOKUPS_AT_ONCE = 4
 NO_SUCH_NAME = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""Errors that are answers: the name does not exist, or has no address. A service without a ready pod gives either."""
+"""Errors that mean that the name has no address, as a service without a ready pod."""
 
 
-class LookupFault(Exception):
-    """No name server answered, so nothing is known about the name."""
+class LookupFault(RunError):
+    """The lookup failed, so nothing is known about the name."""
 
 
 class Resolver(Protocol):
@@ -35,14 +36,14 @@ class Resolver(Protocol):
 class SystemLookups:
     """Asks the operating system: `/etc/hosts`, then DNS.
 
-    In threads of its own: environment code can keep all of those that an event loop uses for this.
+    Uses separate threads, because environment code can occupy all threads of the event loop.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOOKUPS_AT_ONCE, "lookups")
 
     async def find(self, hostname: str, port: int | None, **options: Any) -> list[tuple[Any, ...]]:
-        """What `socket.getaddrinfo` returns."""
+        """Call `socket.getaddrinfo`."""
         look_up = partial(socket.getaddrinfo, hostname, port, type=socket.SOCK_STREAM, **options)
         return await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
 
@@ -64,7 +65,7 @@ class ServerNames(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing to close: its threads end with it."""
+        """Do nothing: the threads end with this object."""
 
 
 class SystemResolver:
@@ -84,7 +85,7 @@ class SystemResolver:
             wanted: frozenset(str(address[0]) for family, *_, address in found if family == wanted)
             for wanted in (socket.AF_INET, socket.AF_INET6)
         }
-        # A pod of a dual-stack cluster has an address of each kind, and must not count twice.
+        # A pod of a dual-stack cluster has an address of each family, and must count once.
         return by_family[socket.AF_INET] or by_family[socket.AF_INET6]
 
 

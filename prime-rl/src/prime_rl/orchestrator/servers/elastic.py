@@ -1,4 +1,4 @@
-"""Pool of inference servers that come and go: those that a DNS name resolves to."""
+"""Elastic pool: the inference servers that a DNS name resolves to, as they come and go."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ElasticPool(InferencePool):
         self.elastic = elastic
         self.longest_pause_s = elastic.sync_interval
         self.joined = self.left = 0
-        """Servers that began and ceased to serve since the last report."""
+        """Number of servers that joined and left since the last report."""
         self.on_joined.append(self._count_joined)
         self.on_lost.append(self._count_left)
         self._resolver = resolver
@@ -76,7 +76,7 @@ class ElasticPool(InferencePool):
             self._discovery.result()
 
     async def load(self, weight_dir: Path | None) -> None:
-        """As `update_weights`, but fails if no server loaded them: for weights that may be faulty themselves."""
+        """Like `update_weights`, but raises if no server loaded them, because the weights themselves may be faulty."""
         await self.wait_for_server()
         await self.update_weights(weight_dir)
         if not self.serving and (reasons := self._reasons()):
@@ -138,7 +138,7 @@ class ElasticPool(InferencePool):
         try:
             addresses = await self._resolver.addresses(self.elastic.hostname)
         except LookupFault as fault:
-            # Name servers fail too. The health checks still find the servers that are gone.
+            # A failed lookup removes nothing: health checks still find servers that are gone.
             if self._lookup_fault is None:
                 get_logger().warning(f"{fault}; keeping {count_of('inference server', len(self.servers))}")
             self._lookup_fault = str(fault)
@@ -163,7 +163,7 @@ class ElasticPool(InferencePool):
         if self.serving:
             self._has_served, self._wait = True, self._new_wait()
             return
-        # Each lookup is progress for the launcher: this wait has a limit of its own.
+        # The launcher must not see a stall: this wait has its own limit.
         own_beats().tick()
         if self._wait.is_over():
             raise InferenceFault(f"{self._wait.fault}; {self.missing()}")
@@ -210,7 +210,7 @@ class ElasticPool(InferencePool):
 
 
 async def _load_if_possible(server: InferenceServer, weights: Path | None) -> None:
-    """Load weights. A foreign server cannot, and still holds the base model."""
+    """Load weights, unless the server has no route for it: then it still holds the base model."""
     try:
         await server.update_weights(weights)
     except InferenceFault as fault:

@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from prime_rl.orchestrator.errors import TrainerFault
+from prime_rl.configs.orchestrator import NCCLWeightBroadcastConfig
+from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
+from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.run.beats import own_beats
-from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait, advice_on
 
 POLL_S = 0.05
-"""Interval between listings of the broadcasts directory. A listing takes microseconds; a late update idles the run."""
+"""Interval between listings of the broadcasts directory. A listing takes microseconds, a late update idles servers."""
 LOOK_EVERY_S = 1.0
 QUIET_S = 60.0
-"""A step of the trainer may take a while: a wait for it is logged after this time."""
+"""Waits for the trainer are logged only after this time, because a step may take a while."""
 
 
 class WeightReceiver(Protocol):
@@ -62,7 +64,7 @@ class Policy:
     receiver: WeightReceiver
     limits: AsyncLimits
     timeout_s: float
-    """How long to wait for the trainer's next version."""
+    """Limit of a wait for the trainer's next version, in seconds."""
     version: int = 0
     """Version that all servers hold."""
     needed: int = 0
@@ -96,7 +98,7 @@ class Policy:
         """Wait until the servers hold this version, or a later one unless `limits.strict` is set.
 
         Raises:
-            TrainerFault: the trainer does not publish it in time.
+            OrchestratorError: the trainer does not publish it in time.
         """
         self.needed = version
         out = RunPaths.from_orchestrator_dir(self.run.root)
@@ -110,11 +112,11 @@ class Policy:
         )
         async with self._changed:
             while self.version < self.needed:
-                # A version that the trainer has published is with the servers.
+                # During an update, the servers are loading a version that the trainer has published.
                 waits_for = "inference" if self._updating.locked() else "trainer"
                 own_beats().say(f"waiting for policy version {version}", waits_for)
                 if wait.is_over():
-                    raise TrainerFault(wait.fault)
+                    raise OrchestratorError(wait.fault)
                 # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes together with the version.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
@@ -148,3 +150,48 @@ class Policy:
         self.times.updating_s += took_s
         get_logger().debug(f"The inference servers loaded version {version} in {took_s:.2f} s")
         await self.announce(version)
+
+
+class DirectWeights:
+    """Asks the trainer to send a version when the servers are ready to receive it.
+
+    The trainer announces a version in `broadcasts/step_<v>`, waits until our ready marker appears there, and then
+    sends the weights to all servers at the same time.
+    """
+
+    def __init__(self, run: OrchestratorPaths) -> None:
+        self.run = run
+
+    @classmethod
+    async def connect(
+        cls, config: NCCLWeightBroadcastConfig, pool: InferencePool, run: OrchestratorPaths
+    ) -> DirectWeights:
+        """Have every server join the trainer's weight group, and request each later version from the trainer.
+
+        Raises:
+            InferenceFault: a server could not join.
+        """
+        get_logger().info(f"The inference servers are joining the trainer at {config.host}:{config.port}")
+        await pool.join_weight_group(config.host, config.port, config.timeout)
+        direct = cls(run)
+        pool.before_update.append(direct.request)
+        return direct
+
+    def request(self, weight_dir: Path | None) -> None:
+        """Ask the trainer to send the version named by `weight_dir`. None is the base model, which servers read alone.
+
+        Raises:
+            InferenceFault: the ready marker cannot be written.
+        """
+        version = step_of(weight_dir) if weight_dir is not None else None
+        if version is None:
+            return
+        try:
+            self.run.broadcast_ready(version).touch()
+        except OSError as error:
+            raise InferenceFault(f"cannot ask the trainer to send version {version}: {error}") from error
+
+    def close(self) -> None:
+        """Tell the trainer that no more versions are needed."""
+        self.run.broadcasts.mkdir(parents=True, exist_ok=True)
+        self.run.broadcasts_closed.touch()

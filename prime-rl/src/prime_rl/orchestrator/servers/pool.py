@@ -42,7 +42,7 @@ class InferencePool:
         self.available = asyncio.Event()
         """Set while a server is in `serving`."""
         self.reasons: dict[InferenceServer, str] = {}
-        """Why a server that is not in `serving` did not join it at the last attempt."""
+        """Reason why a server outside `serving` could not join it last."""
         self.longest_pause_s = LONGEST_PAUSE_S
         self.is_group = False
         """Whether the servers receive weights as one NCCL group, which cannot lose a member."""
@@ -64,7 +64,7 @@ class InferencePool:
         return min(self.serving, key=lambda server: server.groups_in_flight, default=None)
 
     def missing(self) -> str:
-        """Why no server can take work."""
+        """Reason why no server can take work."""
         return "no server is ready"
 
     async def wait_for_server(self) -> None:
@@ -72,7 +72,7 @@ class InferencePool:
         await self.available.wait()
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call. A fixed list of servers has none."""
+        """Metrics since the last call. A fixed list of servers has none."""
         return {}
 
     async def wait_served(self, server_log: Path | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, overload
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, check_trainable
-from prime_rl.orchestrator.scheduling.difficulty import fingerprint
+from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.failures import Failures, refuse_failed
 

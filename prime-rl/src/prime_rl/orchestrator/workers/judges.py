@@ -10,11 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 from prime_rl.configs.rollouts.frozen import judge_process_name
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.environments.judging.cache import AnswerCache
-from prime_rl.environments.judging.faults import JudgeLost
-from prime_rl.environments.judging.gateway import JudgeGateway
-from prime_rl.environments.judging.judge import JudgeServer
-from prime_rl.environments.judging.offer import offered
+from prime_rl.environments.judging.gateway import JudgeGateway, offered
+from prime_rl.environments.judging.judge import JudgeCache, JudgeLost, JudgeServer
 from prime_rl.orchestrator.errors import JudgeFault
 from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
@@ -86,7 +83,7 @@ def run_judges(configs: Mapping[str, JudgeConfig], run: RunPaths) -> Iterator[Ru
     with ExitStack() as closing:
         try:
             caches = {
-                name: AnswerCache(run.judge_cache(name, config.cache_dir)) if config.cache else None
+                name: JudgeCache(run.judge_cache(name, config.cache_dir)) if config.cache else None
                 for name, config in configs.items()
             }
         except JudgeLost as error:

@@ -43,12 +43,32 @@ _LIKELY_KEYS = ("name", "id", "type")
 
 @dataclass
 class ParsedArguments:
-    """The values of options, the arguments that are no options of the config, and the faults."""
+    """The values of options, the other words, and the faults."""
 
     values: dict[KeyPath, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     extras: list[str] = field(default_factory=list)
+    """Unknown options and their values, if they are allowed."""
+    plain: list[str] = field(default_factory=list)
+    """Words that belong to no known option, such as a file without `@`, in order."""
     faults: list[str] = field(default_factory=list)
+    strays: dict[int, str] = field(default_factory=dict)
+    """Words of `plain` that are faults if nobody takes them, by the index of the fault."""
+
+    def take(self, word: str) -> str:
+        """Remove a plain word, which means something to the caller, with its fault."""
+        self.plain.remove(word)
+        index = next((index for index, stray in self.strays.items() if stray == word), None)
+        if index is not None:
+            del self.strays[index]
+            self.faults[index] = ""
+        return word
+
+    def checked(self) -> ParsedArguments:
+        """Raises ConfigError: a word is not an option, or its value cannot be parsed."""
+        if faults := [fault for fault in self.faults if fault]:
+            raise ConfigError(faults)
+        return self
 
     def assign(self, site: KeySite, flag: str, value: Any) -> None:
         """Set a value. A repeated option extends a list, merges a table, and replaces anything else."""
@@ -91,8 +111,11 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
         if not word.startswith("--") or word == "--":
             if allow_extras:
                 parsed.extras.append(word)
-            else:
-                parsed.faults.append(_stray(root, word, after="".join(args[: -1 - len(words)][-1:])))
+                continue
+            if not word.startswith("-"):
+                parsed.plain.append(word)
+                parsed.strays[len(parsed.faults)] = word
+            parsed.faults.append(_stray(root, word, after="".join(args[: -1 - len(words)][-1:])))
             continue
         flag, equals, text = word.partition("=")
         try:
@@ -101,7 +124,11 @@ def parse_arguments(root: Section, args: Sequence[str], allow_extras: bool = Fal
             if allow_extras and not _is_below_section(root, flag):
                 parsed.extras += [word, *_values_after(words)]
             else:
-                _values_after(words, at_most=1)
+                values = _values_after(words, at_most=1)
+                # The word after an unknown option may be its value, or the config's file.
+                parsed.plain += [
+                    value for value in values if not (value.startswith("-") or _is_below_section(root, flag))
+                ]
                 told = len(parsed.faults) < MAX_FAULTS
                 advice = advice_for_key(root, flag[2:], as_flag=True) if told else None
                 parsed.faults.append(f"{flag}: unknown option; {advice}" if advice else f"{flag}: unknown option")
@@ -116,10 +143,7 @@ def arguments_layer(root: Section, args: Sequence[str]) -> Layer:
     Raises:
         ConfigError: an argument cannot be parsed. There is one fault for each such argument.
     """
-    parsed = parse_arguments(root, args)
-    if parsed.faults:
-        raise ConfigError(parsed.faults)
-    return parsed.layer()
+    return parse_arguments(root, args).checked().layer()
 
 
 def parse_unknown_args(args: Sequence[str], config_cls: Section) -> tuple[list[str], list[str]]:

@@ -47,6 +47,14 @@ class Layer:
     data: dict[str, Any]
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
     """The option or environment variable that set a path."""
+    text: str | None = None
+    """TOML text of a file. None for the other sources."""
+    section: tuple[str, ...] = ()
+    """Section that a file is for, as in `--trainer @ file`. Empty for the whole config."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.text is not None
 
     def origin(self, path: KeyPath) -> str:
         """Return where the value at `path`, or the nearest table around it, was written."""

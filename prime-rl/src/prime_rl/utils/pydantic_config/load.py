@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,10 +41,9 @@ def load_config(
     """
     paths = [path if isinstance(path, Path) else Path(path) for path in files]
     if isinstance(overrides, Mapping):
-        return build_config(config_cls, read_layers(config_cls, paths, Layer("override", dict(overrides))))
+        return ConfigSources.read(config_cls, paths, Layer("override", dict(overrides))).build()
     more_paths, args = split_files(overrides, lambda flag: is_boolean_flag(config_cls, flag))
-    arguments = arguments_layer(config_cls, args)
-    return build_config(config_cls, read_layers(config_cls, [*paths, *more_paths], arguments))
+    return ConfigSources.read(config_cls, [*paths, *more_paths], arguments_layer(config_cls, args)).build()
 
 
 def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequence[str] | None = None) -> ConfigT:
@@ -62,11 +62,9 @@ def parse_argv(config_cls: type[ConfigT], allow_extras: bool = False, argv: Sequ
         sys.stdout.write(help_text(config_cls, allow_extras))
         raise SystemExit(0)
     paths, args = split_files(argv, lambda flag: is_boolean_flag(config_cls, flag))
-    parsed = parse_arguments(config_cls, args, allow_extras)
-    if parsed.faults:
-        raise ConfigError(parsed.faults)
+    parsed = parse_arguments(config_cls, args, allow_extras).checked()
     set_unknown_args(parsed.extras)
-    return build_config(config_cls, read_layers(config_cls, paths, parsed.layer()))
+    return ConfigSources.read(config_cls, paths, parsed.layer()).build()
 
 
 def parse_argv_or_exit(
@@ -114,29 +112,50 @@ def get_unknown_args() -> list[str]:
         raise AttributeError("no arguments were parsed yet") from None
 
 
-def read_layers(config_cls: type[BaseSettings], paths: Sequence[Path], overrides: Layer) -> list[Layer]:
-    """Read the sources of a config, from weak to strong: environment variables, files, overrides.
+@dataclass(frozen=True, slots=True)
+class ConfigSources(Generic[ConfigT]):
+    """What was given for a config, read once: environment variables, files and options, each with its origins."""
 
-    Raises:
-        ConfigError: a source cannot be read.
-    """
-    given = [environment_layer(config_cls, os.environ), *read_files(paths).layers, overrides]
-    return [with_underscores(config_cls, layer) for layer in given]
+    root: type[ConfigT]
+    layers: tuple[Layer, ...]
+    """From weak to strong."""
 
+    @classmethod
+    def read(
+        cls,
+        root: type[ConfigT],
+        files: Sequence[Path],
+        overrides: Layer = Layer("command line", {}),  # noqa: B008 - frozen
+        texts: dict[str, str] | None = None,
+    ) -> ConfigSources[ConfigT]:
+        """Read the environment and the files. `overrides` are the strongest. `texts`: see `read_files`.
 
-def build_config(config_cls: type[ConfigT], layers: Sequence[Layer]) -> ConfigT:
-    """Merge the sources of a config and validate the result.
+        Raises:
+            ConfigError: a source cannot be read.
+        """
+        given = [environment_layer(root, os.environ), *read_files(files, texts).layers, overrides]
+        return cls(root, tuple(with_underscores(root, layer) for layer in given))
 
-    Raises:
-        ConfigError: the config has faults, one line each.
-    """
-    try:
-        return config_cls.model_validate(merge_layers(config_cls, layers))
-    except ValidationError as error:
-        raise ConfigError(_faults_of_files(config_cls, layers) or faults_of(config_cls, error, layers)) from None
+    def over(self, layer: Layer) -> ConfigSources[ConfigT]:
+        """The sources with one more, which is the strongest."""
+        return replace(self, layers=(*self.layers, layer))
 
+    def table(self) -> dict[str, Any]:
+        """Merge the sources. Raises ConfigError: one sets an item beyond the end of a list."""
+        return merge_layers(self.root, self.layers)
 
-def _faults_of_files(config_cls: type[BaseSettings], layers: Sequence[Layer]) -> list[str]:
-    """One line for each file that is a config of another command."""
-    hook: Callable[[str, dict[str, Any]], str | None] = getattr(config_cls, "fault_of_file", lambda *_: None)
-    return [fault for layer in layers if Path(layer.name).is_file() and (fault := hook(layer.name, layer.data))]
+    def build(self) -> ConfigT:
+        """Merge the sources and validate the result.
+
+        Raises:
+            ConfigError: the config has faults, one line each.
+        """
+        try:
+            return self.root.model_validate(self.table())
+        except ValidationError as error:
+            raise ConfigError(self._faults_of_files() or faults_of(self.root, error, self.layers)) from None
+
+    def _faults_of_files(self) -> list[str]:
+        """One line for each file that is a config of another command."""
+        hook: Callable[[str, dict[str, Any]], str | None] = getattr(self.root, "fault_of_file", lambda *_: None)
+        return [fault for layer in self.layers if layer.is_file and (fault := hook(layer.name, layer.data))]

@@ -40,18 +40,18 @@ def section_of(path: Path) -> tuple[str, ...]:
     return getattr(path, "section", ())
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
+def read_text(path: Path) -> str:
+    """Read the text of a TOML file.
 
     Raises:
-        ConfigError: the file is missing, unreadable or not TOML. The fault names line and column.
+        ConfigError: the file is missing, unreadable, too large or not UTF-8.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) <= MAX_FILE_BYTES:
-            # Editors of Windows begin a file with a byte order mark.
-            return parse_toml(path, content.decode("utf-8-sig"))
+            # Editors on Windows begin a file with a byte order mark.
+            return content.decode("utf-8-sig")
         fault = f"more than {MAX_FILE_BYTES >> 20} MiB, too large for a config"
     except FileNotFoundError:
         fault = "no such file"
@@ -65,10 +65,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(path: Path, text: str) -> dict[str, Any]:
-    """The content of a file whose text was read.
+    """Parse the text of the file `path`.
 
     Raises:
-        ConfigError: it is not TOML, or no config; the fault names line and column, or the key.
+        ConfigError: the text is not TOML, or a config cannot hold its values. The fault names line and column, or key.
     """
     try:
         table = tomllib.loads(text)
@@ -94,6 +94,8 @@ class FileStack:
     layers: list[Layer] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     seen: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Text of each file by its real path: one file may give several sections, and is opened once."""
 
     def __post_init__(self) -> None:
         self.seen |= {(os.path.realpath(path), section_of(path)) for path in self.files}
@@ -110,7 +112,8 @@ class FileStack:
         mark = in_section(path, section) if section else path
         self.files.append(mark)
         try:
-            table = read_toml(path)
+            text = self._text(path, identity[0])
+            table = parse_toml(path, text)
             bases = _bases(path, table)
         except ConfigError as error:
             self.faults += error.faults
@@ -124,8 +127,13 @@ class FileStack:
         if section:
             data = {}
             set_at(data, section, table)
-        self.layers.append(Layer(str(path), data))
+        self.layers.append(Layer(str(path), data, text=text, section=section))
         return bool(bases)
+
+    def _text(self, path: Path, real: str) -> str:
+        if real not in self.texts:
+            self.texts[real] = read_text(path)
+        return self.texts[real]
 
     def checked(self) -> FileStack:
         if self.faults:
@@ -146,13 +154,15 @@ def _bases(path: Path, table: dict[str, Any]) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def read_files(paths: Iterable[Path]) -> FileStack:
+def read_files(paths: Iterable[Path], texts: dict[str, str] | None = None) -> FileStack:
     """Read files and their bases. The last file is the strongest.
+
+    `texts` holds the texts of files that were read before, by real path, and gets those that are read now.
 
     Raises:
         ConfigError: a file cannot be read. There is one fault for each such file.
     """
-    stack = FileStack()
+    stack = FileStack(texts={} if texts is None else texts)
     for path in paths:
         stack.push(Path(path), section_of(path))
     return stack.checked()

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox. Standard library only: it is started as a script, without our package."""
+"""The programs inside the sandbox. Standard library only: they start as scripts, without the `prime_rl` package."""

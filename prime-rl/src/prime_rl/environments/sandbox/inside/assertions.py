@@ -1,7 +1,7 @@
-"""The process that holds the tests. The program is elsewhere: its functions are called through a connection.
+"""Runs the tests of a program. The program is in another process; its functions are called through a connection.
 
-A test compares data that arrived, with Python's own operators, in a process that the program cannot reach. So a program
-can only answer calls. It sees arguments, never an expected value.
+Tests compare the data that they receive with Python's own operators, in a process that the program cannot reach. So the
+program can only answer calls: it sees arguments, never an expected value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from .plain_data import Closed, Unsendable, decode, encode, receive, send
 
 NOT_PASSED_ON = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt")
-"""Would end a loop of the tests early, or the tests themselves."""
+"""Exceptions of the program that would end a loop of the tests, or the tests themselves, early."""
 
 
 class Program:
@@ -26,7 +26,7 @@ class Program:
         self.connection = connection
 
     def ask(self, do: str, on: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """What an operation on an object of the program gives."""
+        """Perform an operation on an object of the program. Returns or raises the result."""
         send(
             self.connection,
             {
@@ -36,12 +36,12 @@ class Program:
                 "kwargs": {name: encode(each, self.number) for name, each in (kwargs or {}).items()},
             },
         )
-        answer = receive(self.connection)
-        if not isinstance(answer, dict):
-            raise Closed("an answer that is none")
-        if "value" in answer:
-            return decode(answer["value"], lambda number: Remote(self, number))
-        name, text = str(answer.get("raised")), str(answer.get("text"))[:300]
+        reply = receive(self.connection)
+        if not isinstance(reply, dict):
+            raise Closed("a reply that is not an object")
+        if "value" in reply:
+            return decode(reply["value"], lambda number: Remote(self, number))
+        name, text = str(reply.get("raised")), str(reply.get("text"))[:300]
         if do == "next" and name == "StopIteration":
             raise StopIteration
         kind = getattr(builtins, name, None)
@@ -55,14 +55,14 @@ class Program:
 
     @staticmethod
     def number(value: object) -> dict[str, Any]:
-        """What names an object of the program in a message to it."""
+        """The reference to an object of the program in a message to it."""
         if type(value) is Remote:
             return {"ref": object.__getattribute__(value, "_on")}
         raise Unsendable(f"a test cannot pass a {type(value).__name__} to the program")
 
 
 class Remote:
-    """An object of the program. It equals no data, whatever its class says."""
+    """An object of the program. It never equals data, whatever its class defines."""
 
     def __init__(self, program: Program, on: object) -> None:
         object.__setattr__(self, "_program", program)
@@ -105,7 +105,7 @@ class Remote:
         return hash(("remote", object.__getattribute__(self, "_on")))
 
 
-def judge(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, Any]:
+def run_tests(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, Any]:
     """Run tests one after another until one fails: `passed`, `total`, and the `reason` of the failure."""
     tests, passed = request["tests"], 0
     namespace: dict[str, Any] = {"__name__": "tests"}
@@ -137,9 +137,9 @@ def _verdict(passed: int, tests: Sequence[str], reason: str) -> dict[str, Any]:
 
 
 def exposed_names(request: Mapping[str, Any]) -> list[str]:
-    """Names that the tests take from the program: those that neither they, nor Python, nor a module defines.
+    """Names that the tests take from the program: names that neither the tests, nor Python, nor a module defines.
 
-    A program that has a function `sorted`, or a module `math`, thus changes nothing in its tests.
+    So a program that defines `sorted` or `math` changes nothing in its tests.
     """
     if request.get("exposed") is not None:
         return list(request["exposed"])
@@ -161,7 +161,7 @@ def exposed_names(request: Mapping[str, Any]) -> list[str]:
 
 
 def modules_used(request: Mapping[str, Any]) -> set[str]:
-    """Modules of Python that tests use as `math.isclose`, often without importing them: the program has done so."""
+    """Standard modules that tests use as in `math.isclose`. Tests often rely on the program's imports."""
     return {
         node.value.id
         for source in [request["setup"], *request["tests"]]

@@ -1,4 +1,4 @@
-"""The process that holds a program nobody has read. It runs it, or serves calls of its functions."""
+"""Runs an untrusted program, or serves calls of its functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plain_data import Closed, Unsendable, decode, encode, receive, send
 
 
 def run_program(source: str, report: Callable[[str], None]) -> int:
-    """Run a program whose input is descriptor 0 and output descriptor 1. Returns the exit code."""
+    """Run a program on descriptors 0 (input) and 1 (output). Returns the exit code."""
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8", errors="replace")
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8", errors="replace"
@@ -35,7 +35,7 @@ def run_program(source: str, report: Callable[[str], None]) -> int:
 
 
 def serve(connection: socket.socket, source: str) -> None:
-    """Load a program, then answer the calls of its tests."""
+    """Load a program, then answer calls from its tests."""
     objects: dict[int, Any] = {}
 
     def reference(value: Any) -> dict[str, int]:
@@ -103,7 +103,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def input_from(text: str) -> int:
-    """A descriptor with this text, which a program may read, seek and reopen."""
+    """A file descriptor with this text. In memory, so that a program may seek and reopen it."""
     descriptor = os.memfd_create("input")
     data = text.encode("utf-8", "replace")
     while data:

@@ -1,6 +1,6 @@
-"""Frames of plain data between a program and its tests: four bytes of length, then JSON with tags.
+"""Frames of plain data between a program and its tests: four bytes of length, then JSON with type tags.
 
-What arrives is data and nothing else: whatever class a program makes, the tests compare Python's own types.
+Only data arrives: whatever class a program defines, the tests compare Python's own types.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class Unsendable(Exception):
-    """A value that is no plain data and may not become a reference."""
+    """A value that is not plain data and may not become a reference."""
 
 
 class Closed(Exception):
-    """The other side is gone, or sent no frame."""
+    """The other side is gone, or sent something that is not a frame."""
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ def receive(connection: socket.socket) -> Any:
     try:
         return json.loads(_exactly(connection, length))
     except (ValueError, RecursionError) as error:
-        raise Closed("a frame that is no JSON") from error
+        raise Closed("a frame that is not JSON") from error
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -68,7 +68,7 @@ _PLAIN: tuple[Any, ...] = (int, float, str)
 
 
 def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
-    """JSON with tags. `reference(value)` stands for an object of another class, or raises Unsendable."""
+    """Encode as JSON with type tags. `reference(value)` replaces an object of another class, or raises Unsendable."""
     if value is None or value is True or value is False:
         return value
     kind = type(value)
@@ -84,7 +84,7 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
-    for plain in _PLAIN:  # of a subclass, only what it inherits
+    for plain in _PLAIN:  # a subclass: only the inherited value
         if isinstance(value, plain):
             return plain.__add__(value, plain())
     if isinstance(value, complex):
@@ -97,7 +97,7 @@ def encode(value: Any, reference: Callable[[Any], Any]) -> Any:
 
 
 def decode(value: Any, reference: Callable[[Any], Any]) -> Any:
-    """The value that `encode` wrote. `reference(number, text)` is what stands for an object of the other side."""
+    """Decode what `encode` wrote. `reference(number)` replaces an object of the other side."""
     if isinstance(value, list):
         return [decode(each, reference) for each in value]
     if not isinstance(value, dict):

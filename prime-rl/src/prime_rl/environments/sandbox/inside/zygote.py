@@ -1,8 +1,8 @@
-"""A warm Python that forks a process for each program. Its arguments are this package's folder, CONTROL and SETTINGS.
+"""The zygote: a warm Python that forks a process for each program. Arguments: this package's folder, CONTROL, SETTINGS.
 
-CONTROL is a socket: its descriptor, or in a container its path. A message on it is one byte: `r` (run) with two
-descriptors, the program's connection and where its output goes; or `s` (stop): end the program. The answer to every `r`
-is a line: the wait status of its process.
+CONTROL is a socket: its descriptor or, in a container, its path. A message is one byte: `r` (run) with two descriptors,
+the connection of the program and its output; or `s` (stop). The reply to every `r` is a line: the wait status of the
+process.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ COMMON = (
     "bisect collections copy dataclasses datetime decimal fractions functools heapq itertools math operator random re "
     "statistics string time typing"
 )
-"""What programs import most: a forked process has it at once."""
+"""Modules that programs import most. A forked process has them already."""
 
 
 def main() -> None:
     is_in_container = not sys.argv[2].isdigit()
-    control = _connected(sys.argv[2]) if is_in_container else socket.socket(fileno=int(sys.argv[2]))
+    control = socket.socket(socket.AF_UNIX) if is_in_container else socket.socket(fileno=int(sys.argv[2]))
+    if is_in_container:
+        control.connect(sys.argv[2])
     settings = json.loads(sys.argv[3])
     nothing = os.open(os.devnull, os.O_RDWR)
     confinement.drop_privileges(settings["uid"])
-    if not is_in_container:  # there, the parent is a thread of the engine, and may end
+    if not is_in_container:  # in a container, the parent is a thread of the engine, which may end
         confinement.end_with_parent()
     hello = {"landlock": confinement.hide_files(), "seccomp": _filters_calls(), "uid": os.getuid()}
     for descriptor in (0, 1, 2):
@@ -42,7 +44,7 @@ def main() -> None:
     for name in COMMON.split():
         importlib.import_module(name)
     control.sendall(json.dumps(hello).encode() + b"\n")
-    sys.set_int_max_str_digits(0)  # numbers of any length are data, and time is limited anyway
+    sys.set_int_max_str_digits(0)  # programs may print numbers of any length; time is limited anyway
     gc.freeze()
     while True:
         try:
@@ -55,14 +57,8 @@ def main() -> None:
             _run(control, descriptors, settings)
 
 
-def _connected(path: str) -> socket.socket:
-    control = socket.socket(socket.AF_UNIX)
-    control.connect(path)
-    return control
-
-
 def _filters_calls() -> bool:
-    """Whether system calls can be filtered here, tried in a process that then ends."""
+    """Whether system calls can be filtered here. Tested in a child, because a filter is for good."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if confinement.forbid_system_calls() else 1)
@@ -103,7 +99,7 @@ def _child(control: socket.socket, descriptors: Sequence[int], settings: dict[st
         os.close(descriptors[1])
         other = connection
     else:
-        other = socket.socket(fileno=descriptors[1])  # asks the kernel of which kind it is, so before the filter
+        other = socket.socket(fileno=descriptors[1])  # before the filter: it asks the kernel for the socket's kind
     os.chdir(settings["folder"])
     confinement.limit(settings["limits"])
     if confinement.forbid_system_calls():
@@ -117,7 +113,7 @@ def _act(connection: socket.socket, other: socket.socket, request: dict[str, Any
         elif request["do"] == "serve":
             candidate.serve(other, request["source"])
         else:
-            send(connection, assertions.judge(other, request))
+            send(connection, assertions.run_tests(other, request))
     except Closed:
         os._exit(71)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The environment that plays games: one conversation a game, whose reward is the sum over its turns."""
+"""The verifiers environment of games: one conversation per game. The reward is the sum over its turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.utils.message_utils import normalize_messages
 
-from prime_rl.environments.adapters.games.turns import START_COLUMN, Game, GameError, Turn
+from prime_rl.environments.adapters.turns import START_COLUMN, Game, GameError, Turn
 from prime_rl.environments.rewards.text import text_of
 from prime_rl.utils.logger import get_logger
 
@@ -22,7 +22,7 @@ _PLAY = "game_play"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a game's environment is made of."""
+    """Settings of a game's environment."""
 
     title: str
     system_prompt: str
@@ -35,7 +35,7 @@ class Rules:
 
 @dataclass(slots=True)
 class Play:
-    """A game that is being played."""
+    """A running game, and what the trained player has achieved."""
 
     game: Game
     seat: int
@@ -46,14 +46,14 @@ class Play:
     is_over: bool = False
     is_truncated: bool = False
     conversations: dict[int, list[dict[str, str]]] = field(default_factory=dict)
-    """Those of the seats that the model plays without being trained."""
+    """Conversations of the seats that the model plays without being trained on them."""
 
 
 class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
-    """One row is one start of the game."""
+    """An environment with one row per start of the game."""
 
     def __init__(self, rules: Rules, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> None:
-        """Rows have `seed`, `seat`, the `text` that the player sees first, and whether it `begins`."""
+        """Rows have `seed`, `seat`, the first `text` that the player sees, and whether the player `begins`."""
         self._rules = rules
         self._has_warned = False
         super().__init__(
@@ -66,7 +66,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         )
 
     async def setup_state(self, state: vf.State) -> None:
-        """Start the game; again if the model ends it in another seat before the trained one acts. Raises GameError."""
+        """Start the game, again if it ends in other seats before the trained player acts. Raises GameError."""
         info = state["info"]
         play = state[_PLAY] = Play(await self._rules.open_game(), info["seat"])
         for _ in range(MOST_STARTS):
@@ -82,7 +82,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
             state["prompt"] = normalize_messages(_prompt(self._rules, turn.text), field_name="prompt")
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
-        """Play the model's answer. Raises GameError."""
+        """Give the model's answer to the game. Raises GameError."""
         play: Play = state[_PLAY]
         turn = await play.game.act(text_of(messages[-1:], role="assistant"))
         play.turns += 1
@@ -96,7 +96,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
         return said
 
     async def _own_turn(self, state: vf.State, play: Play, turn: Turn) -> Turn:
-        """Let the model play the other seats until it is the trained one's turn, or the game is over."""
+        """Let the model play the other seats until it is the trained player's turn, or the game is over."""
         while True:
             play.reward += turn.reward
             play.opponent_invalid_actions += turn.invalid_by_others
@@ -106,7 +106,7 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
             turn = await play.game.act(await self._other_answer(state, play, turn))
 
     async def _other_answer(self, state: vf.State, play: Play, turn: Turn) -> str:
-        """What the model says in another seat, whose conversation is kept apart from the one that is trained on."""
+        """Ask the model for the answer of another seat, in a separate conversation that is not trained on."""
         conversation = play.conversations.setdefault(turn.player, _prompt(self._rules, "")[:-1])
         conversation.append({"role": "user", "content": turn.text})
         other = copy.copy(state)
@@ -127,30 +127,30 @@ class PlayedEnvironment(vf.MultiTurnEnv):  # type: ignore[misc]
 
     @vf.cleanup  # type: ignore[untyped-decorator]
     async def end_game(self, state: vf.State) -> None:
-        """Let go of the game's process or session."""
+        """End the game's process or session."""
         if (play := state.get(_PLAY)) is not None:
             await play.game.close()
 
     @vf.teardown  # type: ignore[untyped-decorator]
     async def end_host(self) -> None:
-        """Let go of what all games share."""
+        """End the host that all games share."""
         self._rules.close()
 
 
 def game_reward(state: vf.State) -> float:
-    """The sum of the rewards of all turns."""
+    """Sum of the rewards of all turns."""
     play: Play | None = state.get(_PLAY)
     return 0.0 if play is None else play.reward
 
 
 def invalid_actions(state: vf.State) -> float:
-    """Answers without an action that the game allows."""
+    """Number of answers without an action that the game allows."""
     play: Play | None = state.get(_PLAY)
     return 0.0 if play is None else float(play.invalid_actions)
 
 
 def opponent_invalid_actions(state: vf.State) -> float:
-    """The same for the answers of the other seats."""
+    """Number of such answers of other seats."""
     play: Play | None = state.get(_PLAY)
     return 0.0 if play is None else float(play.opponent_invalid_actions)
 

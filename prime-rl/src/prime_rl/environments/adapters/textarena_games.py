@@ -1,10 +1,11 @@
-"""Games of TextArena. Runs in a process of its own; see `game_host.py`."""
+"""Plays games of TextArena, in the processes of `game_host.py`."""
 
 from __future__ import annotations
 
 import functools
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -12,17 +13,23 @@ from typing import Any
 
 import msgspec
 import nltk
+import textarena
+from textarena.envs.registration import ENV_REGISTRY
 
-from prime_rl.environments.adapters.games.policies import NoMove, random_move
-from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, finite
+from prime_rl.environments.adapters.turns import GameError, GameFault, Turn, finite
 from prime_rl.environments.agents.targets import BadTarget, resolve
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import one_line
 
+_LIST = re.compile(
+    r"(?:available|valid|legal|possible|allowed|remaining)\s+(?:\w+\s+)?(?:moves?|actions?|cells?|squares?)[^\[\n]*"
+    r"((?:\n?[^\[\n]*\[[^\]\n]+\])+)",
+    re.IGNORECASE,
+)
+_MOVE = re.compile(r"\[[^\]\n]+\]")
 nltk.download = lambda *args, **kwargs: False  # games load word lists from the network when they are made
-import textarena  # noqa: E402
-from textarena.envs.registration import ENV_REGISTRY  # noqa: E402
-
 SELF = "self"
+_MAX_ERROR_CHARS = 300
 _MOST_PLAYERS = 15
 _RAISED = (
     ImportError,
@@ -39,7 +46,7 @@ Policy = Callable[[str, random.Random], str]
 
 
 def warm(settings: Mapping[str, Any]) -> None:
-    """Make the game once: some load dictionaries. Raises GameFault: there is no such game, or it cannot be made."""
+    """Make the game once, because some load dictionaries. Raises GameFault: it does not exist or cannot be made."""
     _made(settings["game"], json.dumps(settings["config"], sort_keys=True))
 
 
@@ -54,11 +61,11 @@ def _made(game: str, config: str) -> Any:
     except LookupError as error:
         raise GameFault(f"{game} cannot be made: {_lookup(error)}") from error
     except _RAISED as error:
-        raise GameFault(f"{game} cannot be made: {_one_line(error)}") from error
+        raise GameFault(f"{game} cannot be made: {one_line(error, _MAX_ERROR_CHARS)}") from error
 
 
 class TextArenaGame:
-    """One game. `act` plays the seat of `Turn.player`; a policy plays the other seats, unless that is the model."""
+    """One game. `act` plays for `Turn.player`. A policy plays the other seats, unless the model does."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises GameFault: the game or the opponent cannot be used."""
@@ -92,7 +99,7 @@ class TextArenaGame:
         return self._until_asked()
 
     def first_seen(self) -> str:
-        """What the trained player has been told already, if another one begins."""
+        """Text that the trained player has seen already, if another player begins."""
         state = self._inner.state
         return _text(state.observations.get(self._seat, ()), self._seat, state.role_mapping)
 
@@ -105,11 +112,11 @@ class TextArenaGame:
         return msgspec.structs.replace(turn, invalid_by_others=turn.invalid_by_others + is_invalid)
 
     def _step(self, answer: str) -> bool:
-        """Give the answer of the player whose turn it is. Whether it held no action that the game allows."""
+        """Give the game the answer of the player whose turn it is. Returns whether the answer was invalid."""
         state = self._inner.state
         mover, errors = state.current_player_id, getattr(state, "error_count", 0)
         self._env.step(answer)
-        # The game asks the same player again.
+        # An invalid answer: the game counts an error and asks the same player again.
         again = state.current_player_id == mover and getattr(state, "error_count", 0) > errors
         return again or bool(state.done and state.game_info.get(mover, {}).get("invalid_move"))
 
@@ -131,7 +138,7 @@ class TextArenaGame:
         raise GameFault(f"{self._title} starts with none of 1 to {_MOST_PLAYERS} players: set `players` and `config`")
 
     def _until_asked(self) -> Turn:
-        """Let the policy play until the model is asked, or the game is over."""
+        """Let the policy play until it is the model's turn, or the game is over."""
         state, invalid = self._inner.state, 0
         while not state.done:
             player, messages = self._inner.get_observation()
@@ -157,7 +164,7 @@ class TextArenaGame:
 
 
 def _policy(opponent: str) -> Policy | None:
-    """Who plays the other seats; None if the model does. Raises GameFault."""
+    """The policy of the other seats; None if the model plays them. Raises GameFault."""
     if opponent == SELF:
         return None
     if opponent == "random":
@@ -167,13 +174,30 @@ def _policy(opponent: str) -> Policy | None:
     except BadTarget as error:
         raise GameFault(f"opponent = {opponent!r}: {error}") from error
     if not callable(found):
-        raise GameFault(f"opponent = {opponent!r} is no function")
+        raise GameFault(f"opponent = {opponent!r} is not a function")
     policy: Policy = found
     return policy
 
 
+class NoMove(Exception):
+    """The text does not list moves."""
+
+
+def random_move(seen: str, rng: random.Random) -> str:
+    """Choose one of the moves that the game listed last, as in `Available Moves: '[0]', '[4]'`.
+
+    Raises:
+        NoMove: the game has listed no moves.
+    """
+    lists = _LIST.findall(seen)
+    if not lists:
+        raise NoMove
+    moves: list[str] = _MOVE.findall(lists[-1])
+    return rng.choice(moves)
+
+
 def _text(messages: Iterable[Any], player: int, roles: Mapping[int, str]) -> str:
-    """What a player has not seen. Its own answers are in its conversation."""
+    """Messages that are new to a player. Its own answers are left out, because its conversation has them."""
     lines = []
     for sender, text, *kind in messages:
         if sender == player and kind and kind[0] is textarena.ObservationType.PLAYER_ACTION:
@@ -183,13 +207,9 @@ def _text(messages: Iterable[Any], player: int, roles: Mapping[int, str]) -> str
 
 
 def _lookup(error: LookupError) -> str:
-    """NLTK's message has a dozen lines; the first one names the data."""
+    """Shorten NLTK's message of a dozen lines to the command that fetches the missing data."""
     words = str(error).split()
     if "nltk" in words:
         name = next((word.strip("'.") for word in words if word.startswith("'")), "popular")
         return f"it needs NLTK's data {name!r}: run `uv run python -m nltk.downloader {name}`"
-    return _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return one_line(error, _MAX_ERROR_CHARS)

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as text. Runs in a process of its own; see `game_host.py`."""
+"""Plays environments of Gymnasium as text, in the processes of `game_host.py`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from prime_rl.environments.adapters.games.turns import GameFault, Turn, finite
+from prime_rl.environments.adapters.turns import GameFault, Turn, finite
 from prime_rl.environments.rewards.text import without_thinking
+from prime_rl.utils.errors import one_line
 
 _HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*(?:7|4[0-7]|10[0-7])m(.*?)\x1b\[0?m", re.DOTALL)
-"""Text on a coloured background: how environments mark where the player is."""
+"""Text on a coloured background, which marks the position of the player. Shown to the model in brackets."""
+_MAX_ERROR_CHARS = 300
 _WHAT_IS_TEXT = "wrap the environment so that it is text, and register the wrapped one"
 
 
 def warm(settings: Mapping[str, Any]) -> None:
-    """Import what the environment needs. Raises GameFault: there is no such environment."""
+    """Import the environment's module. Raises GameFault: there is no such environment."""
     _spec(settings["game"])
 
 
@@ -38,7 +40,7 @@ def _spec(game: str) -> Any:
 
 
 class GymnasiumGame:
-    """One environment. A process plays one episode with it; rows are made by many resets."""
+    """One environment: one episode per process, or many resets while rows are made."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises GameFault: the environment cannot be made, or its spaces are not text."""
@@ -48,7 +50,7 @@ class GymnasiumGame:
         try:
             self._env = gymnasium.make(spec, **settings["config"], **shown)
         except (gymnasium.error.Error, ImportError, TypeError, ValueError, AssertionError, KeyError) as error:
-            raise GameFault(f"{self._title} cannot be made: {_one_line(error)}") from error
+            raise GameFault(f"{self._title} cannot be made: {one_line(error, _MAX_ERROR_CHARS)}") from error
         self._actions = _action_names(self._env.action_space, settings["actions"], self._title)
         self._observations: Sequence[str] = settings["observations"]
         self._renders = settings["show_render"]
@@ -56,7 +58,7 @@ class GymnasiumGame:
             _check_observations(self._env.observation_space, self._observations, self._title)
 
     def about(self) -> dict[str, Any]:
-        """What an instruction to the model needs."""
+        """Facts for the instruction to the model."""
         return {"actions": self._actions or [], "players": 1}
 
     def reset(self, seed: int, seat: int) -> Turn:
@@ -132,14 +134,14 @@ def _written(space: Any, value: Any, names: Sequence[str] = ()) -> str:
 
 
 def _answer(text: str) -> str:
-    """What follows the model's thinking; of it, the last `<action>…</action>` if there is one."""
+    """The text after the thinking; of it, the last `<action>…</action>`, if there is one."""
     answer = without_thinking(text)
     tagged = re.findall(r"<action>(.*?)</action>", answer, flags=re.DOTALL)
     return str(tagged[-1]).strip() if tagged else answer
 
 
 def _last_name(answer: str, names: Sequence[str]) -> str | None:
-    """The last name in the answer that is a word of its own, in any case of letters."""
+    """The last name that occurs in the answer as a whole word, ignoring case."""
     longest_first = sorted(names, key=len, reverse=True)
     pattern = "|".join(re.escape(name) for name in longest_first)
     found = re.findall(rf"(?<!\w)({pattern})(?!\w)", answer, flags=re.IGNORECASE)
@@ -154,7 +156,3 @@ def _limits(space: Any) -> str:
 
 def _named(space: Any) -> str:
     return type(space).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,4 +1,4 @@
-"""Games in processes of their own, as the environment sees them; `game_host.py` is the other side."""
+"""Environments whose games run on this machine, each game in its own process. `game_host.py` is the other side."""
 
 from __future__ import annotations
 
@@ -12,26 +12,59 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import verifiers as vf
 
-from prime_rl.environments.adapters.games.turns import GameError, GameFault, Turn, clean
+from prime_rl.environments.adapters.options import GameConfig
+from prime_rl.environments.adapters.playing import PlayedEnvironment, Rules
+from prime_rl.environments.adapters.turns import GameError, GameFault, Turn, clean
+from prime_rl.environments.builtin import missing_package
 from prime_rl.environments.rewards.wire import Ended, encode, receive_from
+from prime_rl.utils.logger import get_logger
 
-_HOST = "prime_rl.environments.adapters.games.game_host"
+_HOST = "prime_rl.environments.adapters.game_host"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""A process that has threads cannot be forked safely."""
+"""The host forks a process for each game, which is safe only without threads."""
 _MAX_ERROR_CHARACTERS = 500
+_MOST_NAMED = 50
+
+
+def local_environment(kind: str, module: str, config: GameConfig, unfinished_reward: float = 0.0) -> vf.Environment:
+    """Make the environment of a game. `module` is the environment's module, whose package must be installed.
+
+    Raises:
+        GameFault: the package is missing, or the game cannot be used.
+    """
+    if (fault := missing_package(module)) is not None:
+        raise GameFault(fault)
+    settings = {"kind": kind, **config.model_dump(mode="json")}
+    made = made_rows(settings)
+    title = settings["game"]
+    if not made["repeats"]:
+        get_logger().warning(f"{title} starts differently with the same seed: rollouts of a group do not start alike")
+    processes = GameProcesses(settings)
+    system = _instruction(title, made["about"]["actions"]) if config.system_prompt is None else config.system_prompt
+    rules = Rules(title, system, config.max_turns, unfinished_reward, processes.open, processes.close)
+    return PlayedEnvironment(rules, made["train"], made["eval"])
+
+
+def _instruction(title: str, actions: Sequence[str]) -> str:
+    """Ask for one of the named actions. Without names, the game explains itself: TextArena, text actions."""
+    if not actions:
+        return ""
+    shown = [*actions[:_MOST_NAMED], "…"] if len(actions) > _MOST_NAMED else list(actions)
+    return f"You act in {title}. Each message shows what you observe. Answer with one action: {', '.join(shown)}."
 
 
 def made_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the players of each row see first.
+    """Start every row's game once, in another process, and return what its player sees first.
 
     Returns:
-        `train` and `eval`: lists of `{"seed", "seat", "text"}`; `about`: `actions` and `players`; `repeats`: whether
-        the same seed started the same game twice.
+        `train` and `eval`: lists of `{"seed", "seat", "begins", "text"}`; `about`: `actions` and `players`; `repeats`:
+        whether the same seed started the same game twice.
 
     Raises:
         GameFault: the game cannot be used.
@@ -54,19 +87,8 @@ def made_rows(settings: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _environment() -> dict[str, str]:
-    """Sets have the same order every time; modules that this process finds are found there, too."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in clean(text[-100_000:], 100_000).splitlines() if line.strip()]
-    return lines[-1].strip()[:_MAX_ERROR_CHARACTERS] if lines else ""
-
-
 class GameProcesses:
-    """Starts a process for each game, forked from one that has loaded the game."""
+    """Starts a process for each game, forked from a host that has loaded the game."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -76,7 +98,7 @@ class GameProcesses:
         self._errors: Any = None
 
     async def open(self) -> GameProcess:
-        """Raises GameError: no process can be started."""
+        """Start a process for one game. Raises GameError if that fails."""
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.to_thread(self._send, theirs.fileno())
@@ -85,7 +107,7 @@ class GameProcesses:
 
     def _send(self, descriptor: int) -> None:
         with self._lock:
-            for _ in range(2):  # a host that has ended since is started again
+            for _ in range(2):  # starts the host again if it has ended
                 try:
                     socket.send_fds(self._running(), [b"g"], [descriptor])
                 except OSError:
@@ -125,7 +147,7 @@ class GameProcesses:
         self._control = self._host = None
 
     def last_words(self) -> str:
-        """What the host wrote last, if it has ended."""
+        """The last line of the host's output, if it has ended."""
         if self._errors is None or (self._host is not None and self._host.poll() is None):
             return ""
         self._errors.seek(0)
@@ -133,13 +155,13 @@ class GameProcesses:
         return f": {line}" if line else ""
 
     def close(self) -> None:
-        """End the host. Games end when they are closed."""
+        """End the host. Running games end when they are closed."""
         with self._lock:
             self._end()
 
 
 class GameProcess:
-    """One game in a process of its own. Ends with its connection."""
+    """One game in its own process, which ends with the connection."""
 
     def __init__(self, host: GameProcesses, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._host = host
@@ -163,12 +185,23 @@ class GameProcess:
         try:
             self._writer.write(encode(request))
             await self._writer.drain()
-            answer = await receive_from(self._reader)
+            reply = await receive_from(self._reader)
         except (OSError, Ended) as error:
             if time.monotonic() - started_s >= settings["step_timeout_s"]:
                 limit = f"step_timeout_s = {settings['step_timeout_s']:g} s"
                 raise GameError(f"{settings['game']} took longer than {limit} and was ended") from error
             raise GameError(f"the process of {settings['game']} ended{self._host.last_words()}") from error
-        if "error" in answer:
-            raise GameError(str(answer["error"]))
-        return msgspec.convert(answer["turn"], Turn)
+        if "error" in reply:
+            raise GameError(str(reply["error"]))
+        return msgspec.convert(reply["turn"], Turn)
+
+
+def _environment() -> dict[str, str]:
+    """Environment of the host: a fixed hash seed, so that sets have a fixed order, and this process's module path."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, **_ONE_THREAD, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in clean(text[-100_000:], 100_000).splitlines() if line.strip()]
+    return lines[-1].strip()[:_MAX_ERROR_CHARACTERS] if lines else ""

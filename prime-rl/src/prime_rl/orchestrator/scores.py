@@ -1,19 +1,24 @@
-"""Computes the scores of an evaluation, and names those that tables show."""
+"""Computes the scores of an evaluation (avg@n, pass@k, reward functions), and names those that tables show."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-from prime_rl.orchestrator.evaluation.pass_at_k import pass_at_powers
-from prime_rl.orchestrator.rollouts.attempts import Outcome
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 
+if TYPE_CHECKING:
+    # `eval.passk` needs only `pass_at_k`; this module imports verifiers.
+    from prime_rl.orchestrator.rollouts.attempts import Outcome
+
 
 def eval_metrics(
-    outcomes: Sequence[Outcome], attempts: int, functions: Mapping[str, float] | None = None
+    outcomes: Sequence[Outcome], rollouts_per_example: int, functions: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Metrics of one environment over its successful rollouts; `failed/*` counts the others.
 
@@ -31,7 +36,7 @@ def eval_metrics(
     lengths = [rollout.completion_tokens for rollout in rollouts]
     no_response = sum(not has_response(rollout) for rollout in rollouts)
     return {
-        f"avg@{attempts}": statistics.fmean(map(statistics.fmean, rewards)),
+        f"avg@{rollouts_per_example}": statistics.fmean(map(statistics.fmean, rewards)),
         "no_response/mean": no_response / len(rollouts),
         "no_response/count": no_response,
         "completion_len/mean": statistics.fmean(lengths),
@@ -61,6 +66,39 @@ def _by_example(values: Iterable[tuple[Rollout, float]]) -> list[list[float]]:
     for rollout, value in values:
         found.setdefault(rollout.example, []).append(value)
     return list(found.values())
+
+
+def pass_at_powers(rewards: Iterable[Sequence[float]]) -> dict[int, float]:
+    """Mean pass@k over examples for k = 1, 2, 4, … up to the smallest number of rollouts of an example.
+
+    Args:
+        rewards: The rewards of each example's rollouts. Examples without rollouts are skipped.
+
+    Returns:
+        k to pass@k; empty if any reward is neither 0 nor 1, or if there are no rollouts.
+    """
+    examples = [each for each in rewards if each]
+    if not examples or any(reward not in (0.0, 1.0) for each in examples for reward in each):
+        return {}
+    fewest = min(map(len, examples))
+    powers = [2**exponent for exponent in range(fewest.bit_length())]
+    return {k: fmean(pass_at_k(len(each), int(sum(each)), k) for each in examples) for k in powers}
+
+
+def pass_at_k(attempts: int, solved: int, k: int) -> float:
+    """Unbiased estimate of pass@k, the probability that one of k rollouts solves an example.
+
+    Computed from n = `attempts` rollouts with c = `solved` successes.
+
+    `1 - C(n-c, k) / C(n, k)`: one minus the fraction of k-subsets without a success. Source: Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", equation 1.
+
+    Raises:
+        ValueError: not 0 <= solved <= attempts, or not 1 <= k <= attempts.
+    """
+    if not 0 <= solved <= attempts or not 1 <= k <= attempts:
+        raise ValueError(f"pass@{k} of {attempts} attempts with {solved} solved is not defined")
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
 def score_titles(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -94,7 +132,7 @@ def reward_error_share(rollouts: Sequence[Rollout]) -> float:
 
 
 def unscored_line(rollouts: Sequence[Rollout]) -> str | None:
-    """Says how many of the rollouts have a score that a failed reward function lowered; None if none has."""
+    """A line on the rollouts whose score a failed reward function lowered; None if there are none."""
     failed = [rollout.reward_errors for rollout in rollouts if rollout.reward_errors]
     if not failed:
         return None

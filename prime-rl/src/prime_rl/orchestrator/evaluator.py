@@ -1,4 +1,8 @@
-"""Evaluates the policy during training. All rollouts of an evaluation are sampled by the same policy version."""
+"""Evaluates the policy during training: evaluations between batches, and validations beside them.
+
+An evaluation pins one policy version and uses its own environments and sampling. A validation uses held-out rows of the
+training environments and runs concurrently with the rollouts of a batch.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +10,58 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
-from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig
+from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig, ValConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.evaluation.scores import eval_metrics, score_titles, unscored_line
+from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
-from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, ServerPool, run_attempts
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef
-from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
+from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, Outcome, ServerPool, run_attempts
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
+from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, seeded_for_group
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
+from prime_rl.orchestrator.scores import eval_metrics, reward_error_share, score_titles, unscored_line
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.workers.environment import Environment, rows_to_evaluate
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 SOURCE = "orchestrator"
-"""Of its lines in `metrics.jsonl`."""
+"""Source of these lines in `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """The rows of one environment to evaluate on."""
+    """One environment, and its rows to evaluate."""
 
-    name: str
     environment: Environment
     rows: range
-    attempts: int
+    rollouts: int
     """Rollouts per row."""
     max_retries: int
 
     @classmethod
-    def from_config(cls, config: EvalEnvConfig, defaults: EvalConfig, environment: Environment) -> EvalSet:
-        """Raises EnvironmentFault if the rows cannot be chosen so (`rows_to_evaluate`)."""
-        try:
-            rows = rows_to_evaluate(environment, config.skip_first, config.num_examples or defaults.num_examples)
-        except EnvironmentFault as error:
-            raise EnvironmentFault(f"orchestrator.eval.env: {error}") from error
-        attempts = config.rollouts_per_example or defaults.rollouts_per_example
-        return cls(environment.name, environment, rows, attempts, config.max_retries)
+    def from_config(
+        cls, config: EvalEnvConfig, environment: Environment, defaults: EvalConfig | None = None
+    ) -> EvalSet:
+        """`defaults` fill in numbers that the environment leaves out; the `eval` command has filled in all.
+
+        Raises:
+            EnvironmentFault: the environment does not have these rows (`rows_to_evaluate`).
+        """
+        examples, rollouts = config.num_examples, config.rollouts_per_example
+        if defaults is not None:
+            examples, rollouts = examples or defaults.num_examples, rollouts or defaults.rollouts_per_example
+        assert examples is not None
+        assert rollouts is not None
+        rows = rows_to_evaluate(environment, config.skip_first, examples)
+        return cls(environment, rows, rollouts, config.max_retries)
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
 
 
 @dataclass(slots=True)
@@ -84,7 +99,7 @@ class Evaluator:
     max_concurrent: int
     """Maximum number of concurrent rollouts, over all environments."""
     was_evaluated: Callable[[int], bool]
-    """Whether an earlier attempt of the run has evaluated a version."""
+    """Whether the run has evaluated a version before it was resumed."""
 
     async def run_if_due(self, step: int, scheduler: Scheduler) -> None:
         """Evaluate before the batch of `step` is collected, if an evaluation is due."""
@@ -99,7 +114,7 @@ class Evaluator:
     async def finish(self, version: int) -> None:
         """Wait until the trainer has published `version`, the last one, and evaluate it."""
         await self.policy.require_version(version)
-        # One that resumes at the end continues a run that may have been stopped during this evaluation.
+        # A run that resumes at its end may have been stopped during this evaluation.
         if self.policy.version > self.schedule.last or not self.was_evaluated(version):
             await self._run(version)
 
@@ -113,24 +128,24 @@ class Evaluator:
         rest = iter(outcomes)
         metrics: dict[str, float] = {"progress/ckpt_step": version}
         for each in self.sets:
-            set_outcomes = list(islice(rest, len(each.rows) * each.attempts))
-            set_metrics = eval_metrics(set_outcomes, each.attempts, each.environment.reward_functions)
+            set_outcomes = list(islice(rest, len(each.rows) * each.rollouts))
+            set_metrics = eval_metrics(set_outcomes, each.rollouts, each.environment.reward_functions)
             set_metrics["time"] = max((outcome.ended_s for outcome in set_outcomes), default=started_s) - started_s
             _log_scores(each.name, version, set_metrics, set_outcomes)
             metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
         self.monitor.log(metrics, step)
 
     def _attempts(self, eval_set: EvalSet) -> Iterator[Attempt]:
-        # All attempts at a row are adjacent, so that servers hit their prefix cache.
+        # All rollouts of a row are adjacent, so that servers hit their prefix cache.
         for row in eval_set.rows:
             example = ExampleRef(eval_set.name, row)
-            for number in range(eval_set.attempts):
+            for number in range(eval_set.rollouts):
                 sampling_args = eval_sampling_args(self.config.sampling, example, number)
                 yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 
 def is_reported(run: RunPaths, version: int) -> bool:
-    """Whether the run's metrics have an evaluation of a policy version."""
+    """Whether the run's metrics contain an evaluation of a policy version."""
     log = MetricLog(run.metrics)
     log.refresh(read_attempts(run))
     names = (name for name in log.names(SOURCE) if name.startswith("eval/"))
@@ -149,3 +164,50 @@ def _log_scores(name: str, version: int, metrics: Mapping[str, float], outcomes:
     scores = [f"{title}: {metrics[name]:.4f}" for name, title in score_titles(metrics).items()]
     shown = " | ".join([*(scores or ["no rollout succeeded"]), f"Time: {metrics['time']:.2f}s"])
     get_logger().log(SUCCESS, f"Evaluation on {name!r} | Version: {version} | {shown}")
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """Rolls out the same examples each time, so that validations differ only in the policy."""
+
+    config: ValConfig
+    environments: Mapping[str, Attemptable]
+    examples: list[ExampleRef]
+    pool: ServerPool
+    max_concurrent: int
+    """Maximum number of concurrent groups."""
+
+    def due(self, step: int) -> bool:
+        return step % self.config.interval == 0
+
+    async def run(self, step: int, sampling_args: dict[str, Any], version: int) -> dict[str, float]:
+        """Returns `val_reward/*`, `val_failed/count` and, with several environments, `val_batch/*`.
+
+        Failed rollouts are counted but not scored.
+        """
+        size = self.config.rollouts_per_example
+        attempts = [
+            Attempt(self.environments[example.env], example, seeded_for_group(sampling_args, example), size)
+            for example in self.examples
+        ]
+        outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
+        failed = sum(outcome.failed for outcome in outcomes)
+        if failed:
+            reason = next(outcome.reason for outcome in outcomes if outcome.reason)
+            get_logger().warning(f"Step {step}: {failed} validation rollouts failed; first error: {reason}")
+        groups = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
+        return {"val_failed/count": failed, **validation_metrics(groups)}
+
+
+def validation_metrics(groups: list[Group]) -> dict[str, float]:
+    """Reward metrics with the prefix `val_`."""
+    if not groups:
+        return {}
+    envs = {rollout.example.env for group in groups for rollout in group.rollouts}
+    shares = {f"batch/{env}" for env in envs}
+    named = {
+        f"val_{name}": value
+        for name, value in reward_metrics(groups).items()
+        if name.startswith("reward/") or name in shares
+    }
+    return {**named, "val_reward/errors": reward_error_share([each for group in groups for each in group.rollouts])}

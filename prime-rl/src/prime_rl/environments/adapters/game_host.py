@@ -1,7 +1,7 @@
-"""The process that games run in: `python -m` this module with `rows` or `serve FD`, settings on its input.
+"""Host process of games: `python -m` this module with `rows` or `serve FD`, and settings on standard input.
 
-`rows` writes what the players see first, for each seed. `serve` forks a process for each connection that the socket FD
-receives, and that process plays one game: games share no global random numbers, and one that hangs ends alone.
+`rows` writes what the player sees first, for each seed. `serve` forks a process for each connection that arrives on the
+socket FD; the process plays one game. So games share no global random state, and a game that hangs ends alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.environments.adapters.games.turns import GameError, GameFault, clean
+from prime_rl.environments.adapters.turns import GameError, GameFault, clean
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        "gymnasium": "prime_rl.environments.adapters.games.gymnasium_games:GymnasiumGame",
-        "textarena": "prime_rl.environments.adapters.games.textarena_games:TextArenaGame",
+        "gymnasium": "prime_rl.environments.adapters.gymnasium_games:GymnasiumGame",
+        "textarena": "prime_rl.environments.adapters.textarena_games:TextArenaGame",
     }
 )
-"""The class of each kind of game."""
+"""The class for each kind of game."""
 _MAX_ERROR_CHARACTERS = 500
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _write_rows(settings: Mapping[str, Any]) -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # what games print is no row
+    with contextlib.redirect_stdout(sys.stderr):  # keeps output of games out of the rows
         try:
             made = _rows(settings)
         except (GameFault, GameError) as fault:
@@ -84,7 +84,7 @@ def _rows(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(game: Any, settings: Mapping[str, Any], seed: int, seat: int) -> dict[str, Any] | None:
-    """None if the game is over before the model acts."""
+    """Start a row's game. None if it is over before the model acts."""
     with _time_limit(settings):
         turn = _started(game, seed, seat)
         if turn.is_over:
@@ -109,7 +109,7 @@ def _started(game: Any, seed: int, seat: int) -> Any:
 
 @contextlib.contextmanager
 def _time_limit(settings: Mapping[str, Any]) -> Any:
-    """The kernel ends the process at the limit, whatever the game does."""
+    """Have the kernel end the process at the limit, even if the game blocks the interpreter."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, settings["step_timeout_s"])
     try:
@@ -119,8 +119,8 @@ def _time_limit(settings: Mapping[str, Any]) -> Any:
 
 
 def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one closes the socket
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the games' processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the games, so the kernel reaps them
     module, game_class = _loaded(settings)
     module.warm(settings)
     gc.freeze()
@@ -157,16 +157,16 @@ def _play(connection: int, game_class: Any, settings: Mapping[str, Any]) -> None
                 else:
                     turn = game.act(request["text"])
                 text = clean(turn.text, settings["max_chars"])
-                answer: dict[str, Any] = {"turn": msgspec.to_builtins(msgspec.structs.replace(turn, text=text))}
+                reply: dict[str, Any] = {"turn": msgspec.to_builtins(msgspec.structs.replace(turn, text=text))}
             except (GameFault, GameError) as fault:
-                answer = {"error": str(fault)}
+                reply = {"error": str(fault)}
             except SystemExit as error:
-                answer = {"error": f"{settings['game']} called sys.exit({error.code!r})"}
+                reply = {"error": f"{settings['game']} called sys.exit({error.code!r})"}
             except BaseException as error:  # noqa: BLE001 - a game may raise anything
-                answer = {"error": f"{settings['game']} raised {type(error).__name__}: {error}"}
-        if "error" in answer:
-            answer["error"] = " ".join(clean(answer["error"], _MAX_ERROR_CHARACTERS).split())
-        send(connection, encode(answer))
+                reply = {"error": f"{settings['game']} raised {type(error).__name__}: {error}"}
+        if "error" in reply:
+            reply["error"] = " ".join(clean(reply["error"], _MAX_ERROR_CHARACTERS).split())
+        send(connection, encode(reply))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Runs a config on this machine: reads it, checks it, launches it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from medarc_rl.backends.slurm_queue import refuse_if_queued
+from medarc_rl.cli import resume_words, warn
+from medarc_rl.commands.estimating import print_rl_estimate, print_sft_estimate
+from medarc_rl.deployment import (
+    advice,
+    check_one_node,
+    check_rl,
+    frozen_gpus,
+    rl_split,
+    sft_gpus,
+    sft_owned,
+    training_gpus,
+)
+from medarc_rl.launchers import rl_local, sft_local
+from medarc_rl.launchers.shared_node import first_gpus, shared_node
+from medarc_rl.stored import with_local_inputs
+from medarc_rl.utils import GivenConfig, load_run, refuse_other_launcher, reporting_directory_errors, write_components
+from prime_rl.checks.environments import EXAMINATION
+from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.configs.eval import OfflineEvalConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
+from prime_rl.launch.commands import EVAL
+from prime_rl.launch.placement import Sharing
+from prime_rl.launch.run import launch
+from prime_rl.utils.pydantic_config import BaseSettings, dump_toml
+from prime_rl.watch.screens import eval_screen
+
+if TYPE_CHECKING:
+    from medarc_rl.commands.training import EvalOptions, RlOptions, SftOptions
+
+SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
+ONCE = RecoverConfig()
+"""For commands that are not started again."""
+
+
+def run_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
+    """Run `medarc_train sft` once. Returns its exit code, and what to do after a failure."""
+    given = GivenConfig.read(SFTConfig, [*words, *resume_words(options.resume)])
+    run = load_run(given, "sft", options.output_dir, sft_owned(given, options.gpus))
+    check_one_node(run.config)
+    if options.preflight:
+        return preflight(SFT_PREFLIGHT, with_local_inputs(run.config)), ONCE
+    if options.estimate:
+        return print_sft_estimate(with_local_inputs(run.config), training_gpus(run.config), options, in_job=False), ONCE
+    refuse_other_launcher(run.config, "local", given.words)
+    first_gpus(run.config.device, sft_gpus(run.config), os.environ)
+    with reporting_directory_errors():
+        refuse_if_queued(run.paths, submits=False)
+    # A batch job reads trainer.toml, and so does whoever starts the trainer by hand.
+    record = partial(write_components, run, {"trainer": run.config}, run.config.dry_run)
+    # Looked up at the call, because outside code replaces the function.
+    return sft_local.sft_local(run.config, on_ready=record), run.config.recover
+
+
+def run_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
+    """Run `medarc_train rl` once. Returns its exit code, and what to do after a failure."""
+    given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
+    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+    run = load_run(given, "rl", options.output_dir, split.owned)
+    if options.preflight:
+        return preflight(EXAMINATION, with_local_inputs(run.config).orchestrator), ONCE
+    check_rl(run.config, split)
+    if options.estimate:
+        return print_rl_estimate(with_local_inputs(run.config), split.single_gpu, options, in_job=False), ONCE
+    refuse_other_launcher(run.config, "local", given.words)
+    gpus = first_gpus(run.config.device, split.total + frozen_gpus(run.config), os.environ)
+    for line in advice(run.config, split):
+        warn(line)
+    with reporting_directory_errors():
+        refuse_if_queued(run.paths, submits=False)
+    sharing = Sharing(free_ports=True, exact_gpus=True, single_gpu=split.single_gpu, gpus=gpus)
+    record = partial(write_components, run, {}, run.config.dry_run)
+    return rl_local.rl_local(run.config, sharing=sharing, on_ready=record), run.config.recover
+
+
+def run_eval(words: list[str], options: EvalOptions) -> int:
+    """Run `medarc_train eval`. Returns its exit code."""
+    run = load_run(GivenConfig.read(OfflineEvalConfig, words), "eval", options.output_dir, {})
+    return launch(EVAL, run.config, eval_screen, shared_node(os.environ))
+
+
+def preflight(module: str, config: BaseSettings) -> int:
+    """Report on the data of a run, with a module that takes the config. The run's directory is not touched."""
+    with LocalHost() as host:
+        file, log = host.directory / "config.toml", host.directory / "preflight.log"
+        dump_toml(config, file)
+        # The child writes to a file, and this process shows it: rich must be told about the terminal.
+        terminal = {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+        env = terminal if sys.stdout.isatty() else {}
+        argv = (sys.executable, "-m", module, "@", str(file))
+        process = ProcessSpec("preflight", argv, log, env, completes_run=True)
+        with shown(log):
+            return Supervisor([process], host, say=lambda line: None).run().exit_code

@@ -1,1 +1,0 @@
-"""Games of several turns: of Gymnasium, of TextArena, and on OpenEnv servers."""
