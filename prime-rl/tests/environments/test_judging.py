@@ -193,7 +193,7 @@ async def test_a_call_is_repeated_after_429_500_garbage_and_an_empty_answer(play
     ("answer", "settings", "named"),
     [
         ((500, {"error": {"message": "overloaded"}}, {}), {"max_retries": 1}, r"status 500: overloaded \(2 attempts"),
-        ((200, b"garbage\x1b[31m", {}), {"max_retries": 0}, r"no chat completion: garbage \[31m \(1 attempts"),
+        ((200, b"garbage\x1b[31m", {}), {"max_retries": 0}, r"not a chat completion: garbage \[31m \(1 attempts"),
         ((429, {}, {"Retry-After": "900"}), {"timeout_s": 1}, r"within timeout_s = 1 s; last: status 429"),
         ((404, {"error": "no such model"}, {}), {}, r"does not serve 'judge': status 404: no such model"),
     ],

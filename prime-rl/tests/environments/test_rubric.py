@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_used_is_named_with_its_line(tmp_path: Path) -> No
         (json.dumps({**good, "rubrics": [{"criterion": "c", "points": -1}]}), "positive points"),
         (json.dumps({**good, "graded": [{"answer": "a", "met": [True, False]}]}), "1 values in met"),
         (json.dumps({**good, "graded": [{"answer": "a", "met": ["no"]}]}), "1 values in met, true or false"),
-        (json.dumps({**good, "rubrics": [{"criterion": "c", "points": float("inf")}]}), "no finite number"),
+        (json.dumps({**good, "rubrics": [{"criterion": "c", "points": float("inf")}]}), "not a finite number"),
     ):
         file = tmp_path / "cases.jsonl"
         file.write_text(f"{json.dumps(good)}\n{broken}\n")
