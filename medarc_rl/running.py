@@ -38,7 +38,7 @@ from prime_rl.utils.pydantic_config import BaseSettings, dump_toml
 from prime_rl.watch.screens import eval_screen
 
 if TYPE_CHECKING:
-    from medarc_rl.commands.training import EvalOptions, RlOptions, SftOptions
+    from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
 
 SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
 ONCE = RecoverConfig()

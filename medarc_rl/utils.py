@@ -84,6 +84,8 @@ class GivenConfig(Generic[ConfigT]):
     files: Sequence[Path]
     """Config files, weakest first."""
     sources: ConfigSources[ConfigT]
+    faults: tuple[str, ...] = ()
+    """One line for each option that cannot be read. `load_run` raises them, after those of a back-end."""
 
     @classmethod
     def read(cls, root: type[ConfigT], words: Sequence[str]) -> GivenConfig[ConfigT]:
@@ -91,7 +93,7 @@ class GivenConfig(Generic[ConfigT]):
 
         Raises:
             UsageError: no file is named, and this is not an evaluation, whose settings are few; or one line for each
-                file, option or variable that cannot be read.
+                file or variable that cannot be read.
         """
         try:
             with showing_warnings():
@@ -103,7 +105,8 @@ class GivenConfig(Generic[ConfigT]):
                     files.insert(0, Path(parsed.take(candidates[0])))
                 if not files and root.component != "eval":
                     raise UsageError("no config: name a TOML file, as in `config.toml` or `@ config.toml`")
-                return cls(words, files, ConfigSources.read(root, files, parsed.checked().layer()))
+                faults = tuple(fault for fault in parsed.faults if fault)
+                return cls(words, files, ConfigSources.read(root, files, parsed.layer()), faults)
         except ConfigError as error:
             raise UsageError(*error.faults) from error
 
@@ -132,6 +135,8 @@ def load_run(
     Raises:
         UsageError: one line for each fault.
     """
+    if given.faults:
+        raise UsageError(*given.faults)
     root, sources = given.sources.root, given.sources
     try:
         with showing_warnings():

@@ -1,21 +1,15 @@
-"""The commands of `medarc_train env`: their options, and what each calls."""
+"""The commands of `medarc_train env`, each importing what it runs when it runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
-
-from typer import Argument, Option
-
-Kind = Literal["single-turn", "multi-turn", "tools", "judge"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewOptions:
-    name: Annotated[str, Argument(metavar="NAME", help="Id of the environment: lower case, digits and dashes.")]
-    kind: Annotated[Kind, Option(help="What the environment does.")] = "single-turn"
-    directory: Annotated[Path, Option(help="Where the folder NAME is made.")] = Path()
+from medarc_rl.environments.options import (
+    CheckOptions,
+    InstallOptions,
+    ListOptions,
+    NewOptions,
+    TryOptions,
+    UninstallOptions,
+)
 
 
 def new(options: NewOptions) -> int:
@@ -23,29 +17,6 @@ def new(options: NewOptions) -> int:
     from medarc_rl.environments.making import new as run
 
     return run(options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    environment: Annotated[
-        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
-    ]
-    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
-    model: Annotated[Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")] = None
-    rows: Annotated[
-        int,
-        Option(
-            min=1,
-            max=1000,
-            help="Rows in which all kinds of answers are tried. Right answers are tried in the first 64, too.",
-        ),
-    ] = 4
-    form: Annotated[
-        str | None,
-        Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),
-    ] = None
-    limit_s: Annotated[float, Option(min=0.1, help="Longest time of one rollout, in seconds.")] = 30.0
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
 
 def check(options: CheckOptions) -> int:
@@ -58,34 +29,6 @@ def check(options: CheckOptions) -> int:
     return run(options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TryOptions:
-    environment: Annotated[
-        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
-    ]
-    model: Annotated[
-        str,
-        Option(
-            help="A run's directory (its newest weights), one of its steps, a model's folder, a hub id, or with "
-            "--base-url the name on the server."
-        ),
-    ]
-    base_url: Annotated[
-        str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
-    ] = None
-    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
-    examples: Annotated[int, Option("--examples", "-n", min=1, max=1000, help="Number of examples.")] = 3
-    rollouts: Annotated[int, Option(min=1, max=100, help="Rollouts of each example.")] = 1
-    max_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
-    temperature: Annotated[float | None, Option(min=0, help="By default, the model's own.")] = None
-    chat_template: Annotated[str | None, Option(help="Replaces the model's own: a file, Jinja text, or `chatml`.")] = (
-        None
-    )
-    device: Annotated[Literal["auto", "cuda", "cpu"], Option(help="`auto` uses a GPU if there is one.")] = "auto"
-    html: Annotated[Path | None, Option(metavar="FILE", help="Write the conversations as an HTML page, too.")] = None
-    full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
-
-
 def try_(options: TryOptions) -> int:
     """Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.
 
@@ -94,19 +37,6 @@ def try_(options: TryOptions) -> int:
     from medarc_rl.environments.trying import try_ as run
 
     return run(options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstallOptions:
-    source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
-    own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
-    shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
-    python: Annotated[
-        str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
-    ] = None
-    copy: Annotated[bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")] = (
-        False
-    )
 
 
 def install(options: InstallOptions) -> int:
@@ -119,21 +49,11 @@ def install(options: InstallOptions) -> int:
     return run(options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
-
-
 def list_environments(options: ListOptions) -> int:
     """List the environments that runs find by id: installed ones, and those of the run's own interpreter."""
     from medarc_rl.environments.installing import list_environments as run
 
     return run(options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UninstallOptions:
-    id: Annotated[str, Argument(metavar="ID", help="Id of an environment that `env install` has installed.")]
 
 
 def uninstall(options: UninstallOptions) -> int:

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from typer import Option
-
-from medarc_rl.backends.options import NODE_GPUS
-from medarc_rl.cli import Resume, warn
-from medarc_rl.commands.estimating import EstimateOptions
+from medarc_rl.cli import warn
+from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
 
 if TYPE_CHECKING:
     from prime_rl.configs.areal.launched import RecoverConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftOptions(EstimateOptions):
-    output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
-    gpus: Annotated[
-        int | None,
-        Option(min=1, max=NODE_GPUS, help="GPUs, or processes on a CPU; by default deployment.num_gpus, which is 1."),
-    ] = None
-    resume: Resume = None
-    preflight: Annotated[
-        bool, Option("--preflight", help="Report on the data and stop: samples, lengths, packing, faults.")
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RlOptions(EstimateOptions):
-    output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
-    train_gpus: Annotated[
-        int | None, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU; by default 1.")
-    ] = None
-    infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
-    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
-    resume: Resume = None
-    preflight: Annotated[
-        bool,
-        Option("--preflight", help="Load the environments, report on them and stop: rows, prompts, tools, faults."),
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; an earlier one continues.")] = None
 
 
 OptionsT = TypeVar("OptionsT", SftOptions, RlOptions)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.cli import say
-from medarc_rl.commands.environments import CheckOptions
 from medarc_rl.environments.installing import install_into, source_of
+from medarc_rl.environments.options import CheckOptions
 from medarc_rl.errors import UsageError
 from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir, looks_like_path

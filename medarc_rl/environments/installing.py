@@ -20,7 +20,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from medarc_rl.cli import say, warn
-from medarc_rl.commands.environments import InstallOptions, ListOptions, UninstallOptions
+from medarc_rl.environments.options import InstallOptions, ListOptions, UninstallOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name, lacks_name_in
 from prime_rl.interpreters.registry import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 
 from medarc_rl.cli import say
-from medarc_rl.commands.environments import NewOptions
+from medarc_rl.environments.options import NewOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import find_module, is_built_in
 from prime_rl.interpreters.registry import Registry, module_of

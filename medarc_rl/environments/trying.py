@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from medarc_rl.cli import say
-from medarc_rl.commands.environments import TryOptions
 from medarc_rl.environments.checking import arguments_of, installed
+from medarc_rl.environments.options import TryOptions
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from medarc_rl.utils import GivenConfig, load_run

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.cli import say, warn
-from medarc_rl.commands.lm_evaluation import LmEvalOptions
 from medarc_rl.errors import UsageError
+from medarc_rl.lm_eval.options import LmEvalOptions
 from medarc_rl.lm_eval.plan import (
     Engine,
     Found,

@@ -55,7 +55,7 @@ def faults() -> Callable[..., list[str]]:
     def load(config_cls: type, *options: str, files: tuple[Path, ...] = ()) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             load_config(config_cls, files, options)
-        return caught.value.faults
+        return list(caught.value.faults)
 
     return load
 

@@ -24,7 +24,6 @@ from prime_rl.launch.run import Screen
 from prime_rl.run.beats import is_replica
 from prime_rl.utils.logger import readable
 from prime_rl.watch.overview.facts import Reader
-from prime_rl.watch.overview.screen import LiveView, is_live
 from prime_rl.watch.overview.status import StatusFile, kept
 from prime_rl.watch.progress import RunProgress, clock
 
@@ -86,6 +85,8 @@ class LiveDisplay:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def update(self) -> None:
+        from prime_rl.watch.overview.screen import LiveView
+
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + FOLLOW_EVERY_S
@@ -97,6 +98,8 @@ class LiveDisplay:
 
 def display_for(stream: TextIO, reader: Reader) -> Display:
     """A live display on a terminal that can move its cursor, otherwise plain lines."""
+    from prime_rl.watch.overview.screen import is_live  # imports rich, which a command needs only now
+
     return LiveDisplay(stream, reader) if is_live(stream) else PlainDisplay(stream)
 
 
@@ -281,6 +284,8 @@ def eval_screen(job: Job) -> Iterator[Screen]:
 
 @contextlib.contextmanager
 def _log_screen(job: Job, child: str) -> Iterator[Screen]:
+    from prime_rl.watch.overview.screen import is_live
+
     log = job.process(child).log
     if not is_live(sys.stdout):
         with shown(log):

@@ -1,0 +1,92 @@
+"""The options of the commands `medarc_train env`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+Kind = Literal["single-turn", "multi-turn", "tools", "judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewOptions:
+    name: Annotated[str, Argument(metavar="NAME", help="Id of the environment: lower case, digits and dashes.")]
+    kind: Annotated[Kind, Option(help="What the environment does.")] = "single-turn"
+    directory: Annotated[Path, Option(help="Where the folder NAME is made.")] = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    environment: Annotated[
+        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
+    ]
+    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
+    model: Annotated[Path | None, Option(help="Folder of a model whose tokenizer counts the tokens of prompts.")] = None
+    rows: Annotated[
+        int,
+        Option(
+            min=1,
+            max=1000,
+            help="Rows in which all kinds of answers are tried. Right answers are tried in the first 64, too.",
+        ),
+    ] = 4
+    form: Annotated[
+        str | None,
+        Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),
+    ] = None
+    limit_s: Annotated[float, Option(min=0.1, help="Longest time of one rollout, in seconds.")] = 30.0
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryOptions:
+    environment: Annotated[
+        str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
+    ]
+    model: Annotated[
+        str,
+        Option(
+            help="A run's directory (its newest weights), one of its steps, a model's folder, a hub id, or with "
+            "--base-url the name on the server."
+        ),
+    ]
+    base_url: Annotated[
+        str | None, Option(metavar="URL", help="OpenAI-compatible server to ask; without it, one is started.")
+    ] = None
+    args: Annotated[str, Option(metavar="JSON", help='Arguments of load_environment: \'{"split": "test"}\'.')] = "{}"
+    examples: Annotated[int, Option("--examples", "-n", min=1, max=1000, help="Number of examples.")] = 3
+    rollouts: Annotated[int, Option(min=1, max=100, help="Rollouts of each example.")] = 1
+    max_tokens: Annotated[int, Option(min=1, help="Longest answer, in tokens.")] = 256
+    temperature: Annotated[float | None, Option(min=0, help="By default, the model's own.")] = None
+    chat_template: Annotated[str | None, Option(help="Replaces the model's own: a file, Jinja text, or `chatml`.")] = (
+        None
+    )
+    device: Annotated[Literal["auto", "cuda", "cpu"], Option(help="`auto` uses a GPU if there is one.")] = "auto"
+    html: Annotated[Path | None, Option(metavar="FILE", help="Write the conversations as an HTML page, too.")] = None
+    full: Annotated[bool, Option("--full", help="Show long messages whole.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstallOptions:
+    source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
+    own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
+    shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
+    python: Annotated[
+        str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
+    ] = None
+    copy: Annotated[bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UninstallOptions:
+    id: Annotated[str, Argument(metavar="ID", help="Id of an environment that `env install` has installed.")]
