@@ -32,6 +32,7 @@ from medarc_rl.backends.sagemaker.request import (
     request_faults,
 )
 from medarc_rl.errors import UsageError
+from medarc_rl.utils import GivenConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import load_config
 
@@ -114,7 +115,8 @@ def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
     file = tmp_path / "sft.toml"
     file.write_text("max_steps = 2\n[model]\nname = 'm'\n[eval]\n[[eval.env]]\nid = 'reverse-text'\n")
     config = load_config(SFTConfig, [file])
-    request = Request(kind="sft", words=(), config="", name=None, output_dir=None, nodes=1)
+    words = GivenConfig.read(SFTConfig, [str(file)])
+    request = Request(kind="sft", given=words, config="", name=None, output_dir=None, nodes=1)
     (fault,) = gpu_faults(request, config, "ml.g5.2xlarge")
     assert fault.endswith("has 1 GPU, and the run takes 2; take ml.g5.12xlarge")
     assert deployment.gpus_of_nodes(config, single_gpu=False) == [2], "on Ray, too"
