@@ -141,7 +141,9 @@ def load_run(
     try:
         with showing_warnings():
             table = given.table()
-            place = output_dir or table.get("output_dir", "-".join(filter(None, (f"outputs/{given.stem}", kind))))
+            place = output_dir or table.get(
+                "output_dir", f"outputs/{given.stem}-{kind}" if given.stem else f"outputs/{kind}"
+            )
             if isinstance(place, str | Path):
                 owned = {**_placed(place, table), **_slurm_keys(root, table, owned, submits), **owned}
             for line in _dropped(sources.layers, owned):

@@ -132,7 +132,7 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert code == 1
     assert "KeyError: 'no such key'" in rows["fail", "reward function raises"]
     assert "it returned nan instead of a finite number" in rows["fail", "reward function not_a_number"]
-    assert "it returned good instead of a number" in rows["fail", "reward function words"]
+    assert "it returned good instead of a finite number" in rows["fail", "reward function words"]
     assert "the same answer earns" in rows["fail", "reward function different"]
     assert "a model will find it" in rows["fail", "reward: all answers at once"]
     assert "2 prompts of the evaluation (100%) are trained on" in rows["fail", "dataset: leaks"]
