@@ -190,7 +190,7 @@ def test_nothing_on_s3_imports_no_boto3() -> None:
 def test_without_boto3_the_line_says_how_to_install_it() -> None:
     code = (
         "import sys; sys.modules['boto3'] = None\n"
-        "from prime_rl.storage import S3, StorageError\n"
+        "from prime_rl.storage import S3\nfrom prime_rl.utils.errors import StorageError\n"
         "try: S3.connect()\nexcept StorageError as error: print(error)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
