@@ -157,9 +157,13 @@ class Lazy:
     """`module:function`, which returns the exit code. Its parameter `options` is a dataclass, whose fields become the
     command's options; `words` gets the config's files and overrides. Without `options`, Typer reads its parameters."""
     summary: str
-    """First sentence of its docstring, for the list of commands."""
+    """First sentence of its help, for the list of commands."""
     hidden: Sequence[str] = ()
     """Options that its help does not show."""
+    options: str | None = None
+    """`module:class` of the options, whose docstring is then the help. The target is imported when the command runs."""
+    takes_config: bool = False
+    """With `options`: the target takes `words`, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +254,21 @@ def _group(program: str, name: str, group: Group) -> Any:
 
 
 def _load(program: str, name: str, lazy: Lazy) -> Any:
-    """Import a command's function and make the command."""
-    module, _, function = lazy.target.partition(":")
-    run = getattr(importlib.import_module(module), function)
-    hints = get_type_hints(run)
+    """Make a command. Its function is imported now, or when it runs if `lazy` names its options."""
     app = typer.Typer(name=program, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    run: Any
+    if lazy.options is not None:
+        options = _imported(lazy.options)
+
+        def run(*arguments: Any) -> int:
+            code: int = _imported(lazy.target)(*arguments)
+            return code
+
+        run.__doc__ = options.__doc__
+        hints = {"options": options, **({"words": list[str]} if lazy.takes_config else {})}
+    else:
+        run = _imported(lazy.target)
+        hints = get_type_hints(run)
     if "options" not in hints:
         app.command(name, epilog=examples_of(app, name), context_settings=_HELP_OPTIONS)(run)
     elif "words" in hints:
@@ -264,6 +278,11 @@ def _load(program: str, name: str, lazy: Lazy) -> Any:
     command = typer.main.get_command(app)
     command.name = name
     return command
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def commands_of(app: typer.Typer) -> dict[str, Any]:

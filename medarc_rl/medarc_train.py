@@ -7,12 +7,24 @@ from collections.abc import Mapping
 from medarc_rl.cli import Group, Lazy, new_app
 
 COMMANDS: Mapping[str, Lazy | Group] = {
-    "sft": Lazy("medarc_rl.commands.training:sft", "Run supervised fine-tuning."),
-    "rl": Lazy(
-        "medarc_rl.commands.training:rl",
-        "Run reinforcement learning: inference server, orchestrator and trainer.",
+    "sft": Lazy(
+        "medarc_rl.running:run_sft",
+        "Run supervised fine-tuning.",
+        options="medarc_rl.launchers.options:SftOptions",
+        takes_config=True,
     ),
-    "eval": Lazy("medarc_rl.commands.training:evaluate", "Evaluate a model and its checkpoints."),
+    "rl": Lazy(
+        "medarc_rl.running:run_rl",
+        "Run reinforcement learning: inference server, orchestrator and trainer.",
+        options="medarc_rl.launchers.options:RlOptions",
+        takes_config=True,
+    ),
+    "eval": Lazy(
+        "medarc_rl.running:run_eval",
+        "Evaluate a model and its checkpoints.",
+        options="medarc_rl.launchers.options:EvalOptions",
+        takes_config=True,
+    ),
     "passk": Lazy(
         "medarc_rl.commands.passing:passk",
         "Measure pass@k of a model on each prompt of its environments, and write a table and a curriculum.",
@@ -43,8 +55,9 @@ COMMANDS: Mapping[str, Lazy | Group] = {
         "Upload what S3 lacks of a run: metrics, logs, checkpoints, weights, kept rollouts, receipts.",
     ),
     "lm-eval": Lazy(
-        "medarc_rl.commands.lm_evaluation:lm_eval",
+        "medarc_rl.lm_eval.command:lm_eval",
         "Evaluate weights with lm-evaluation-harness: each checkpoint of a run next to its base model.",
+        options="medarc_rl.lm_eval.options:LmEvalOptions",
     ),
     "migrate": Lazy(
         "medarc_rl.migrate.command:command",
@@ -53,28 +66,34 @@ COMMANDS: Mapping[str, Lazy | Group] = {
     "env": Group(
         {
             "new": Lazy(
-                "medarc_rl.commands.environments:new",
+                "medarc_rl.environments.making:new",
                 "Write the package of a new environment: `env new medqa --kind tools`.",
+                options="medarc_rl.environments.options:NewOptions",
             ),
             "check": Lazy(
-                "medarc_rl.commands.environments:check",
+                "medarc_rl.environments.checking:check",
                 "Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`.",
+                options="medarc_rl.environments.options:CheckOptions",
             ),
             "try": Lazy(
-                "medarc_rl.commands.environments:try_",
+                "medarc_rl.environments.trying:try_",
                 "Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.",
+                options="medarc_rl.environments.options:TryOptions",
             ),
             "install": Lazy(
-                "medarc_rl.commands.environments:install",
+                "medarc_rl.environments.installing:install",
                 "Install an environment for this user's runs: `env install ./medqa`.",
+                options="medarc_rl.environments.options:InstallOptions",
             ),
             "list": Lazy(
-                "medarc_rl.commands.environments:list_environments",
+                "medarc_rl.environments.installing:list_environments",
                 "List the environments that runs find by id: installed ones, and those of the run's own interpreter.",
+                options="medarc_rl.environments.options:ListOptions",
             ),
             "uninstall": Lazy(
-                "medarc_rl.commands.environments:uninstall",
+                "medarc_rl.environments.installing:uninstall",
                 "Remove an environment that `env install` has installed.",
+                options="medarc_rl.environments.options:UninstallOptions",
             ),
         },
         "Make, check, try and install environments.",

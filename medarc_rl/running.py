@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from medarc_rl.backends.slurm_queue import refuse_if_queued
 from medarc_rl.cli import resume_words, warn
@@ -22,6 +24,7 @@ from medarc_rl.deployment import (
     training_gpus,
 )
 from medarc_rl.launchers import rl_local, sft_local
+from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
 from medarc_rl.launchers.shared_node import first_gpus, shared_node
 from medarc_rl.stored import with_local_inputs
 from medarc_rl.utils import GivenConfig, load_run, refuse_other_launcher, reporting_directory_errors, write_components
@@ -33,20 +36,42 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.placement import Sharing
+from prime_rl.launch.restarting import until_done
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import BaseSettings, dump_toml
 from prime_rl.watch.screens import eval_screen
 
-if TYPE_CHECKING:
-    from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
+OptionsT = TypeVar("OptionsT", SftOptions, RlOptions)
 
 SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
 ONCE = RecoverConfig()
 """For commands that are not started again."""
 
 
-def run_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
-    """Run `medarc_train sft` once. Returns its exit code, and what to do after a failure."""
+def run_sft(words: list[str], options: SftOptions) -> int:
+    """Run `medarc_train sft`. Returns its exit code."""
+    return _until_done(_start_sft, words, options)
+
+
+def run_rl(words: list[str], options: RlOptions) -> int:
+    """Run `medarc_train rl`. Returns its exit code."""
+    return _until_done(_start_rl, words, options)
+
+
+def _until_done(
+    start: Callable[[list[str], OptionsT], tuple[int, RecoverConfig]], words: list[str], options: OptionsT
+) -> int:
+    """Start a run, and again after a failure as often as the config's `recover` says."""
+
+    def again(more: Sequence[str]) -> tuple[int, RecoverConfig]:
+        # The words of a later start say how to resume.
+        return start([*words, *more], replace(options, resume=None)) if more else start(words, options)
+
+    return until_done(again, warn)
+
+
+def _start_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
+    """Returns the exit code, and what to do after a failure."""
     given = GivenConfig.read(SFTConfig, [*words, *resume_words(options.resume)])
     run = load_run(given, "sft", options.output_dir, sft_owned(given, options.gpus))
     check_one_node(run.config)
@@ -64,8 +89,8 @@ def run_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
     return sft_local.sft_local(run.config, on_ready=record), run.config.recover
 
 
-def run_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
-    """Run `medarc_train rl` once. Returns its exit code, and what to do after a failure."""
+def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
+    """Returns the exit code, and what to do after a failure."""
     given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
     split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(given, "rl", options.output_dir, split.owned)

@@ -13,6 +13,8 @@ Kind = Literal["single-turn", "multi-turn", "tools", "judge"]
 
 @dataclass(frozen=True, kw_only=True)
 class NewOptions:
+    """Write the package of a new environment: `env new medqa --kind tools`. It trains as it is; replace its rows."""
+
     name: Annotated[str, Argument(metavar="NAME", help="Id of the environment: lower case, digits and dashes.")]
     kind: Annotated[Kind, Option(help="What the environment does.")] = "single-turn"
     directory: Annotated[Path, Option(help="Where the folder NAME is made.")] = Path()
@@ -20,6 +22,11 @@ class NewOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
+    """Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`. Needs no model.
+
+    Ends with 1 if something failed.
+    """
+
     environment: Annotated[
         str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
     ]
@@ -43,6 +50,11 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TryOptions:
+    """Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.
+
+    Evaluation rows are used, or training rows if there are none.
+    """
+
     environment: Annotated[
         str, Argument(metavar="ID|PATH", help="Id of an installed environment, or the directory of its package.")
     ]
@@ -71,6 +83,11 @@ class TryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InstallOptions:
+    """Install an environment for this user's runs: `env install ./medqa`. Its id then works in every config.
+
+    If the run's interpreter has what it requires, it runs there; otherwise it gets an interpreter of its own.
+    """
+
     source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
     own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
     shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
@@ -84,9 +101,13 @@ class InstallOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
+    """List the environments that runs find by id: installed ones, and those of the run's own interpreter."""
+
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class UninstallOptions:
+    """Remove an environment that `env install` has installed."""
+
     id: Annotated[str, Argument(metavar="ID", help="Id of an environment that `env install` has installed.")]

@@ -15,6 +15,8 @@ from medarc_rl.commands.estimating import EstimateOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SftOptions(EstimateOptions):
+    """Run supervised fine-tuning."""
+
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     gpus: Annotated[
         int | None,
@@ -28,6 +30,8 @@ class SftOptions(EstimateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions(EstimateOptions):
+    """Run reinforcement learning: inference server, orchestrator and trainer."""
+
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
     train_gpus: Annotated[
         int | None, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU; by default 1.")
@@ -43,4 +47,6 @@ class RlOptions(EstimateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
+    """Evaluate a model and its checkpoints. Starts its own server unless client.base_url names one."""
+
     output_dir: Annotated[Path | None, Option(help="Directory of the evaluation; an earlier one continues.")] = None

@@ -11,6 +11,11 @@ from typer import Argument, Option
 
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions:
+    """Evaluate weights with lm-evaluation-harness: each checkpoint of a run next to its base model.
+
+    Start the command again to continue.
+    """
+
     weights: Annotated[
         str,
         Argument(
