@@ -63,7 +63,7 @@ def sft(words: list[str], options: SftOptions) -> int:
     request = medarc_submit.sft_request(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     if not options.estimate:
         return medarc_submit.submit(request)
-    from medarc_rl.backends.slurm import plan
+    from medarc_rl.backends.slurm.job import plan
     from medarc_rl.commands.estimating import print_sft_estimate
     from medarc_rl.deployment import training_gpus
 
@@ -76,7 +76,7 @@ def rl(words: list[str], options: RlOptions) -> int:
     request = medarc_submit.rl_request(words, _as_submission(medarc_submit.RlOptions, options), PROGRAM)
     if not options.estimate:
         return medarc_submit.submit(request)
-    from medarc_rl.backends.slurm import plan
+    from medarc_rl.backends.slurm.job import plan
     from medarc_rl.commands.estimating import print_rl_estimate
 
     job, run = plan(request)
@@ -89,7 +89,8 @@ def check(words: list[str], options: CheckOptions) -> int:
     CONFIG and the options are those of `sft` or `rl`; where the file fits both, write `check sft` or `check rl`. Exit
     code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
     """
-    from medarc_rl.backends.slurm import passes_checks, plan
+    from medarc_rl.backends.slurm.backend import passes_checks
+    from medarc_rl.backends.slurm.job import plan
     from medarc_rl.utils import check_startable, maybe_autoset_auth_env
 
     kind, words = _job_kind(words)

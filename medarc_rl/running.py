@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from medarc_rl.backends.slurm_queue import refuse_if_queued
+from medarc_rl.backends.slurm.queue import refuse_if_queued
 from medarc_rl.cli import resume_words, warn
 from medarc_rl.commands.estimating import print_rl_estimate, print_sft_estimate
 from medarc_rl.deployment import (

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from medarc_rl.backends.slurm_queue import refuse_if_queued
+from medarc_rl.backends.slurm.queue import refuse_if_queued
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, NothingToDo, UsageError
 from medarc_rl.explain.origins import OURS, Explained, explained_config

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from medarc_rl.backends.options import SlurmRequest
-from medarc_rl.backends.slurm import (
+from medarc_rl.backends.slurm.job import (
     BatchJob,
     Container,
     check_dependency,

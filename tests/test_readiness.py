@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_slurm
 from medarc_rl.backends.options import SlurmRequest
-from medarc_rl.backends.slurm import BatchJob, Container, launcher_job
+from medarc_rl.backends.slurm.job import BatchJob, Container, launcher_job
 from medarc_rl.checks import Row, State, failed, ok, table
 from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_slurm
-from medarc_rl.backends.slurm_queue import accounted, status_of
+from medarc_rl.backends.slurm.queue import accounted, status_of
 from medarc_rl.jobs.log import JobLog, Status
 
 BIN = Path(sys.executable).parent

@@ -185,7 +185,7 @@ OPTIONS: Mapping[str, type] = {
 """The names that `medarc_submit --to` takes, and the options of each. Base classes hold options that several have."""
 
 _CLASSES = {
-    "slurm": "medarc_rl.backends.slurm:Slurm",
+    "slurm": "medarc_rl.backends.slurm.backend:Slurm",
     "ray": "medarc_rl.backends.ray.backend:Ray",
     "kubernetes": "medarc_rl.backends.kubernetes.backend:Kubernetes",
     "sagemaker": "medarc_rl.backends.sagemaker.backend:SageMaker",

@@ -8,8 +8,8 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 
-from medarc_rl.backends.slurm import BatchJob, render, sbatch_argv, sbatch_env, walltime_s
-from medarc_rl.backends.slurm_queue import SLURM_LIMIT_S, Properties, shown
+from medarc_rl.backends.slurm.job import BatchJob, render, sbatch_argv, sbatch_env, walltime_s
+from medarc_rl.backends.slurm.queue import SLURM_LIMIT_S, Properties, shown
 from medarc_rl.checks import Row, failed, ok, unknown
 from medarc_rl.commands.estimating import Answer, rl_answer, sft_answer
 from medarc_rl.deployment import training_gpus

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medarc_rl.backends.slurm import BatchJob, Container, render
+from medarc_rl.backends.slurm.job import BatchJob, Container, render
 from medarc_rl.checks import Row, State, failed, ok, unknown
 from medarc_rl.checks.cluster import cluster_rows, memory_row, offered_gpu
 from medarc_rl.checks.hub import HubAccess, hub_rows, trained_model

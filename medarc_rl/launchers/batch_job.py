@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from medarc_rl.backends.slurm_queue import Properties, requeue, shown
+from medarc_rl.backends.slurm.queue import Properties, requeue, shown
 from medarc_rl.external import NoAnswer, ask
 
 JOB_VARIABLE = "SLURM_JOB_ID"

@@ -32,6 +32,7 @@ from medarc_rl.report.curves import (
 from prime_rl.history.metrics import finite, trend
 from prime_rl.history.run import RunHistory
 from prime_rl.history.spending import SFT, Phases, Spending, phases_of, split_hint
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.describe import value_text
@@ -296,7 +297,7 @@ def config_of(run: RunHistory) -> RunConfig:
     except (UsageError, ConfigError) as error:
         return plain_config(run, "; ".join(error.faults))
     except (OSError, ValueError) as error:
-        return plain_config(run, " ".join(str(error).split()))
+        return plain_config(run, one_line(str(error)))
 
 
 def _is_notable(value: Explained, is_recorded: bool) -> bool:

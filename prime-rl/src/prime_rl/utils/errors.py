@@ -112,14 +112,14 @@ def one_line(error: BaseException | str, max_chars: int = MAX_LINE_CHARS) -> str
 
     Our own errors are their message; others begin with their class: `KeyError: 'reward'`.
     """
-    text = error if isinstance(error, str) else _told(error)
+    text = error if isinstance(error, str) else _text_of(error)
     # Cut before splitting: the text may be megabytes of data.
     words = " ".join(text[: 2 * max_chars].split())
     shown = words if len(words) <= max_chars and len(text) <= 2 * max_chars else f"{words[:max_chars]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     if isinstance(error, PrimeError):
         return "; ".join(error.faults)
     if isinstance(error, SystemExit):

@@ -15,6 +15,7 @@ from prime_rl.environments.agents.context import Attempt, enter
 from prime_rl.environments.agents.engine import SessionEngine
 from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, read_sequences
 from prime_rl.environments.agents.targets import CLIENTS, Target, accepted
+from prime_rl.utils.errors import one_line
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -67,7 +68,7 @@ class Attempts:
         except SystemExit as error:
             return {"error": "SystemExit", "detail": f"it called sys.exit({error.code!r})"}
         except Exception as error:  # noqa: BLE001 - an agent's own code may raise anything
-            return {"error": type(error).__name__, "detail": " ".join(str(error).split())[:MAX_ERROR_CHARS]}
+            return {"error": type(error).__name__, "detail": one_line(str(error), MAX_ERROR_CHARS)}
 
     def _client(self, session: Mapping[str, Any]) -> AsyncOpenAI:
         from openai import AsyncOpenAI

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from prime_rl.utils.errors import one_line
+
 Kind = Literal["workflow", "agent"]
 CLIENTS = ("client", "http_client")
 """Arguments whose values are objects of the package openai."""
@@ -47,7 +49,7 @@ def resolve(name: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise BadTarget(f"{module_name!r} does not import: {_one_line(error)}") from error
+        raise BadTarget(f"{module_name!r} does not import: {one_line(error, 500)}") from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise BadTarget(f"{module_name!r} has no {path!r}")
@@ -71,7 +73,7 @@ def load_target(name: str, arguments: Mapping[str, Any], offered: Offered = lamb
         try:
             found = found(**arguments)
         except (Exception, SystemExit) as error:
-            raise BadTarget(f"{name!r} cannot be made with {sorted(arguments)}: {_one_line(error)}") from error
+            raise BadTarget(f"{name!r} cannot be made with {sorted(arguments)}: {one_line(error, 500)}") from error
     elif arguments and not inspect.isroutine(found):
         raise BadTarget(f"{name!r} is an object, and takes no arguments: name its class")
     left = {} if is_made else dict(arguments)
@@ -100,9 +102,3 @@ def accepted(call: Callable[..., Any], extras: Mapping[str, Any]) -> dict[str, A
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {each.name for each in parameters if each.kind in by_name}
     return {name: value for name, value in extras.items() if name in named}
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

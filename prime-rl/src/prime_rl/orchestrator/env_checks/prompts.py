@@ -11,7 +11,7 @@ from prime_rl.checks.template_traces import Arguments
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig
 from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
-from prime_rl.utils.errors import StartFault
+from prime_rl.utils.errors import StartFault, one_line
 
 CountTokens = Callable[[str], int]
 Render = Callable[[Arguments], str]
@@ -59,7 +59,7 @@ def renderer(model: ModelConfig) -> Render:
         except OutOfTime:
             raise Refused(f"rendering it takes more than {MAX_RENDER_S:g} s, so the template may loop") from None
         except (jinja2.TemplateError, AttributeError, TypeError, IndexError, KeyError, ValueError) as error:
-            raise Refused(" ".join(str(error).split())) from error
+            raise Refused(one_line(str(error))) from error
         return str(text)
 
     return render

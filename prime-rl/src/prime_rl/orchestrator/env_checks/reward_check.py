@@ -33,6 +33,7 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.inside.reward_records import RewardFailure
 from prime_rl.orchestrator.workers.process import WorkerError
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 
 NO_ANSWER = "an answer"
@@ -91,9 +92,9 @@ class Trials:
         except EnvironmentFault:
             raise
         except (OrchestratorError, WorkerError) as error:
-            fault = _one_line(error)
+            fault = one_line(str(error))
         except Exception as error:  # noqa: BLE001 - an environment's own code may raise anything
-            fault = f"{type(error).__name__}: {_one_line(error)}"
+            fault = one_line(error)
         seconds = time.perf_counter() - started_s
         if self.engine.is_endless:
             self.endless.add(probe.kind)
@@ -101,10 +102,6 @@ class Trials:
         found = found or [Outcome(probe.kind, row, None, seconds, fault)]
         self.outcomes += found
         return found
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
 
 
 async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None) -> None:
@@ -206,7 +203,7 @@ def _faults(trials: Trials) -> Iterator[Row]:
         if outcome.kind == NO_MESSAGE or outcome.kind in trials.endless:
             continue
         if outcome.rollout is not None and outcome.rollout.error:
-            errors[_one_line(outcome.rollout.error_detail or outcome.rollout.error)].append(outcome)
+            errors[one_line(outcome.rollout.error_detail or outcome.rollout.error)].append(outcome)
     for reason, outcomes in errors.items():
         expected = all(outcome.kind in EXPLOITS for outcome in outcomes) and "Empty" in reason
         yield "warn" if expected else "fail", "rollouts", f"ended by {reason} ({_kinds(outcomes)})"

@@ -32,7 +32,7 @@ from prime_rl.orchestrator.workers.inside.returned import wrong_type
 from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, leaves, record_reward_errors
 from prime_rl.orchestrator.workers.port import PortWorker
 from prime_rl.orchestrator.workers.process import ProcessWorker, WorkerSpec
-from prime_rl.utils.errors import RunError, UserError
+from prime_rl.utils.errors import RunError, UserError, one_line
 from prime_rl.utils.logger import get_logger
 
 HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
@@ -150,7 +150,7 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     except NoJudge as error:
         raise EnvironmentFault(f"{place}: {error}") from error
     except SystemExit as error:
-        raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {_one_line(error)}") from error
+        raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {one_line(error)}") from error
     except Exception as error:  # an environment's own code may raise anything
         mistake = wrong_type(error)
         reason = _reason(error) if mistake is None else f"environment {config.id!r} does not load: {mistake}"
@@ -190,7 +190,7 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
         environment = Environment(name, worker, split, config.max_failed_groups)
     except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
         raise EnvironmentFault(
-            f"{place}: cannot build the dataset of environment {config.id!r}: {wrong_type(error) or _one_line(error)}"
+            f"{place}: cannot build the dataset of environment {config.id!r}: {wrong_type(error) or one_line(error)}"
         ) from error
     _refuse_empty(environment, config, place, split)
     columns = list(environment.content(0))
@@ -214,13 +214,7 @@ def _reason(error: Exception) -> str:
     """What our own environments raise is written for users; verifiers packs it into an error of its own."""
     cause = error.__cause__
     is_ours = cause is not None and type(cause).__module__.startswith("prime_rl.")
-    return "; ".join(str(cause).splitlines()) if is_ours else _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return "; ".join(str(cause).splitlines()) if is_ours else one_line(error)
 
 
 def weight_faults(rubric: vf.Rubric | None) -> Iterator[str]:
