@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from prime_rl.configs.surface.hints import hint_for_renamed
 from prime_rl.configs.surface.kinds import ROOTS, fault_of_file
 from prime_rl.configs.surface.not_built import ignored_keys
+from prime_rl.configs.surface.renamed import hint_for_renamed
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning
 
 
