@@ -25,7 +25,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "rl")]
 
 LAYERS = 10
-"""Of SmolLM2, so that a step takes seconds."""
+"""Layers that are kept of SmolLM2, so that a step takes seconds."""
+PRODUCTS = ("onednn_products", "mkl_products", "float32_products")
+"""Paths that choose how matrices are multiplied (`products_of`)."""
 BUILD, FUSED = "prime_rl.trainer.model.build", "prime_rl.inference.embedded.engine.fused"
 
 
@@ -55,6 +57,8 @@ def patches(path: str) -> dict[str, Any]:
         "onednn_decoding": {f"{FUSED}.uses_onednn": lambda weight: False},
         "fused_decoder": {f"{FUSED}.FusedDecoder.supports": staticmethod(lambda m: False)},
     }
+    if path and path not in found and path not in PRODUCTS:
+        raise SystemExit(f"{path}: not a path; known are {', '.join([*found, *PRODUCTS])}")
     return found.get(path, {})
 
 
@@ -69,9 +73,10 @@ def switched_off(path: str) -> Iterator[None]:
         owner: Any = import_module(".".join(parts[:cut]))
         for part in parts[cut:-1]:
             owner = getattr(owner, part)
-        if parts[-1] in vars(owner):
-            undo.append((owner, parts[-1], vars(owner)[parts[-1]]))
-            setattr(owner, parts[-1], other)
+        if parts[-1] not in vars(owner):
+            raise SystemExit(f"{path}: {name} is gone, so nothing would be switched off")
+        undo.append((owner, parts[-1], vars(owner)[parts[-1]]))
+        setattr(owner, parts[-1], other)
     try:
         yield
     finally:
