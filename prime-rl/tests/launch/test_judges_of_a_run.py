@@ -118,8 +118,8 @@ def test_a_run_trains_on_its_judge_and_ends_by_its_name_when_it_is_killed(tmp_pa
 
 
 def _pid_of(name: str, run: RunPaths) -> int:
-    """The first process in the beats of a child: itself."""
-    return int(json.loads(run.heartbeats(name).read_bytes().partition(b"\n")[0])[5][0])
+    """The first process in the heartbeats of a child: itself."""
+    return int(json.loads(run.heartbeat(name).read_bytes().partition(b"\n")[0])[5][0])
 
 
 def _assert_no_key_in_files(run: RunPaths) -> None:

@@ -124,8 +124,8 @@ def distillation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[sub
 
 
 def pid_of(name: str, run: RunPaths) -> int:
-    """The first process in the beats of a child: itself."""
-    return int(json.loads(run.heartbeats(name).read_bytes().partition(b"\n")[0])[5][0])
+    """The first process in the heartbeats of a child: itself."""
+    return int(json.loads(run.heartbeat(name).read_bytes().partition(b"\n")[0])[5][0])
 
 
 def teacher_at(run: RunPaths, model: Path = MODEL, **client: Any) -> Teacher:
