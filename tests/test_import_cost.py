@@ -62,7 +62,7 @@ def test_the_list_of_commands_shows_the_first_sentence_of_each_help() -> None:
         ("medarc_jobs", "list --no-ask"),
         ("medarc_train", "rl --help"),
         ("medarc_train", "migrate --help"),
-        ("medarc_train", "rl {config} --output-dir {out} --dry-run"),
+        pytest.param("medarc_train", "rl {config} --output-dir {out} --dry-run", marks=pytest.mark.slow),
         ("medarc_train", "rl {config} --output-dir {out} --model.name {model} --estimate --gpu 40"),
     ],
 )

@@ -111,7 +111,12 @@ def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alo
         ),
         ("sft", "--tokenizer.chat-template nowhere.jinja", "no such file, and no Jinja text"),
         ("sft", "--val.data.name nowhere.jsonl", "val.data.name = nowhere.jsonl: no such file"),
-        ("rl", "--orchestrator.env.0.args {'no_such_argument':1}", "unexpected keyword argument 'no_such_argument'"),
+        pytest.param(
+            "rl",
+            "--orchestrator.env.0.args {'no_such_argument':1}",
+            "unexpected keyword argument 'no_such_argument'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dry_run_finds_what_would_stop_the_run(
@@ -150,6 +155,7 @@ def test_rl_is_handed_to_the_launcher(launches: Launches, rl_toml: Path, tmp_pat
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+@pytest.mark.slow
 def test_a_launch_writes_each_config_once_and_where_its_values_come_from(
     rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +180,7 @@ def test_a_launch_writes_each_config_once_and_where_its_values_come_from(
     ]
 
 
+@pytest.mark.slow
 def test_the_process_of_a_command_opens_the_config_once_and_parses_the_options_once(
     rl_toml: Path, tmp_path: Path
 ) -> None:

@@ -380,6 +380,7 @@ def test_a_job_that_would_fail_is_not_submitted(scontrol: Describe, stand_ins, p
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_the_table_of_a_real_cluster(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -99,6 +99,7 @@ def test_the_receipt_of_sft_says_what_was_saved(tmp_path: Path) -> None:
     assert log.index("==== attempt 1, trainer started") < log.index("==== attempt 2, trainer started")
 
 
+@pytest.mark.slow
 def test_rl_of_an_adapter_is_resumed_and_its_receipt_says_what_was_saved_and_that_all_parts_stand_at_one_step(
     tmp_path: Path,
 ) -> None:

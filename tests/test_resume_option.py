@@ -13,7 +13,12 @@ from medarc_rl import medarc_slurm, medarc_train
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.files import STABLE
 
-COMMANDS = [(app, kind) for app in (medarc_train, medarc_slurm) for kind in ("sft", "rl")]
+COMMANDS = [
+    (medarc_train, "sft"),
+    pytest.param(medarc_train, "rl", marks=pytest.mark.slow),  # loads the environments, which takes seconds
+    (medarc_slurm, "sft"),
+    (medarc_slurm, "rl"),
+]
 """With each, `--dry-run` starts and submits nothing."""
 
 
@@ -85,7 +90,7 @@ def test_auto_starts_continues_and_leaves_a_finished_run_alone(app, kind: str, r
     assert dry_run(app, kind, request, paths, "--resume", "auto", "--max-steps", 9).exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("resume", "flag"),
     [("latest", "--ckpt.resume-step 4"), ("auto", "--ckpt.resume-step 4"), ("2", None)],

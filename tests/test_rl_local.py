@@ -333,6 +333,7 @@ def test_the_latest_checkpoint_is_the_same_for_both_sides(stage: Stage) -> None:
     assert stage.flag("orchestrator", "--ckpt.resume-step") == stage.flag("trainer", "--ckpt.resume-step") == "2"
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_commands_and_starts_none(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage.launch(stage.config(dry_run=True)) == 0
     commands = capsys.readouterr().out.splitlines()

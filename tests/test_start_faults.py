@@ -341,6 +341,7 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert not (directory_of(root, name) / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "name"), [run for run in RUNS if run[0] != "engine" and _goes_on(run[1], run[0])])
 def test_a_dry_run_warns_of_what_the_run_may_find_elsewhere_and_goes_on(program: str, name: str, root: Path) -> None:
     words = [*words_of(root, name, program), "--dry-run"]

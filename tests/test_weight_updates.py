@@ -121,13 +121,8 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 @pytest.fixture(
     scope="module",  # set up before the variables of the person who runs the tests are hidden
     params=[
-        "embedded",
-        pytest.param("embedded-direct-two-ranks", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, marks=[pytest.mark.vllm, pytest.mark.slow])
-            for name in SETTINGS
-            if name.startswith("vllm")
-        ),
+        pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.vllm] if name.startswith("vllm") else [])])
+        for name in SETTINGS
     ],
 )
 def run(request: pytest.FixtureRequest, run_of: Callable[[str], Run]) -> Run:

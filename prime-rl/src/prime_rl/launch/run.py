@@ -161,8 +161,6 @@ def _launch(
 ) -> int:
     faults = command.check(config, sharing)
     _refuse(faults, config.dry_run)
-    if config.dry_run:
-        _refuse(command.try_out(config), config.dry_run)
     config = _with_local_inputs(command, config, sharing)
     paths = RunPaths(config.output_dir)
     with (
@@ -174,6 +172,8 @@ def _launch(
             settle(paths)
         copy = _restored_copy(command, config, paths, sharing)
         resume_step = command.check_directory(config, paths)
+        if config.dry_run:
+            _refuse(command.try_out(config), config.dry_run)  # last, because it takes seconds
         job = command.plan(config, paths, site, resume_step)
         # Both look at checkpoints that the next step moves.
         notes = [*placement_lines(job, site), *command.notes(config, paths, resume_step)]
