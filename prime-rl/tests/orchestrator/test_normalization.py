@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from prime_rl.configs.orchestrator import NormalizedAdvantageConfig, OverlongConfig
@@ -27,13 +29,64 @@ def advantages(rollout):
         ("group", "group", [0.86601, -0.86601, -0.86601, 0.86601, 0, 0, 0, 0]),
         ("group", "none", [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]),
         ("leave_one_out", "none", [0.66667, -0.66667, -0.66667, 0.66667, 0, 0, 0, 0]),
-        ("group", "batch", [1.32284, -1.32284, -1.32284, 1.32284, 0, 0, 0, 0]),
+        ("group", "batch", [1.08010, -1.08010, -1.08010, 1.08010, 0, 0, 0, 0]),
         ("batch", "batch", [0.54005, -1.62015, -1.62015, 0.54005, 0.54005, 0.54005, 0.54005, 0.54005]),
         ("none", "none", [1, 0, 0, 1, 1, 1, 1, 1]),
     ],
 )
 def test_advantages_of_the_reference_rewards(advantages, baseline, scale, expected) -> None:
     assert advantages(baseline=baseline, scale=scale) == pytest.approx(expected, abs=2e-5)
+
+
+# Advantages by the lines of `GRPOTrainer` in TRL 1.16 (`scale_rewards`), run on these rewards; it adds 1e-4, not 1e-5.
+TRL_REWARDS = [[0.2, 0.9, 0.4], [1.0, 0.1, 0.35], [0.5, 0.5, 0.5]]
+TRL_ADVANTAGES = {
+    "group": [[-0.83182, 1.109093, -0.277273], [1.111879, -0.824943, -0.286937], [0, 0, 0]],
+    "batch": [[-1.01952, 1.35936, -0.33984], [1.75584, -1.30272, -0.45312], [0, 0, 0]],
+    "none": [[-0.3, 0.4, -0.1], [0.516667, -0.383333, -0.133333], [0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_scales_are_those_of_trl(rollout, scale) -> None:
+    groups = [Group([rollout(reward=reward) for reward in rewards]) for rewards in TRL_REWARDS]
+    assign_advantages(groups, setup_advantage(NormalizedAdvantageConfig(scale=scale)))
+    for group, expected in zip(groups, TRL_ADVANTAGES[scale], strict=True):
+        assert [each.advantage for each in group.rollouts] == pytest.approx(expected, rel=5e-4, abs=1e-6)
+
+
+BASELINES = {
+    "group": lambda rewards, row, i: statistics.mean(row),
+    "leave_one_out": lambda rewards, row, i: statistics.mean(row[:i] + row[i + 1 :]),
+    "batch": lambda rewards, row, i: statistics.mean(sum(rewards, [])),
+    "none": lambda rewards, row, i: 0.0,
+}
+SCALES = {
+    "group": lambda rewards, row: statistics.stdev(row) + 1e-5,
+    "batch": lambda rewards, row: statistics.stdev(sum(rewards, [])) + 1e-5,
+    "none": lambda rewards, row: 1.0,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_the_scale_is_the_standard_deviation_with_every_baseline(rollout, baseline, scale) -> None:
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.3, 0.9, 1.0, 0.2], [0.0, 0.0, 0.0, 1.0]]
+    groups = [Group([rollout(reward=reward) for reward in row]) for row in rewards]
+    assign_advantages(groups, setup_advantage(NormalizedAdvantageConfig(baseline=baseline, scale=scale)))
+    for group, row in zip(groups, rewards, strict=True):
+        expected = [
+            (reward - BASELINES[baseline](rewards, row, i)) / SCALES[scale](rewards, row)
+            for i, reward in enumerate(row)
+        ]
+        assert [each.advantage for each in group.rollouts] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [("none", 1.0), ("batch", 0.25)])
+def test_equal_rewards_are_not_divided_by_almost_nothing(rollout, baseline, expected) -> None:
+    groups = [Group([rollout(reward=reward) for reward in row]) for row in ([1.0, 1.0], [1.0, 0.0])]
+    assign_advantages(groups, setup_advantage(NormalizedAdvantageConfig(baseline=baseline, scale="group")))
+    assert groups[0].rollouts[0].advantage == pytest.approx(expected)
 
 
 def test_equal_rewards_that_are_no_round_numbers_teach_nothing(rollout) -> None:

@@ -61,7 +61,7 @@ class NormalizedAdvantageConfig(BaseConfig):
     """Baseline: the mean of the group, of the other rollouts in the group, of the whole batch, or none."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """Scale: the standard deviation in the group, in the whole batch, or none."""
+    """Scale: the standard deviation of the rewards in the group, in the whole batch, or none."""
 
     overlong: OverlongConfig | None = None
     """Penalty for answers near the length limit. None disables it."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AdvantageFunction = Callable[[Sequence[Group]], list[list[float]]]
 """Takes the groups of a batch; returns one list per group with one advantage per rollout."""
 SCALE_EPS = 1e-5
-"""Added to standard deviations, so that a group of equal rewards has advantages of 0 instead of 0 / 0."""
+"""Added to standard deviations, so that rewards which differ by rounding alone get advantages near 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +133,19 @@ def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> li
     - RLOO (Ahmadian et al. 2024): mean of the other rollouts in the group, no scale.
     - REINFORCE++ (Hu et al. 2025): mean and standard deviation of the batch.
 
-    The scale is sqrt(sum((r - mean)^2) / (n - 1)) over the n rollouts of the group or batch. With the leave-one-out
-    baseline, `mean` is the mean of the whole group.
+    The scale is the sample standard deviation of the rewards, sqrt(sum((r - mean)^2) / (n - 1)), where r and mean are
+    those of the group or of the batch, whatever the baseline is. So do `scale_rewards = "group" | "batch" | "none"` of
+    `GRPOTrainer` in TRL 1.16, which adds 1e-4 to it. If the n rewards are equal, or n is 1, the scale is 1: with a
+    baseline other than the group's, dividing by 1e-5 would make advantages of 100,000.
     """
     rewards = [[shaped_reward(rollout, config.overlong) for rollout in group.rollouts] for group in groups]
-    batch_mean = _mean([reward for group in rewards for reward in group])
-    means = [{"none": 0.0, "batch": batch_mean}.get(config.baseline, _mean(group)) for group in rewards]
-    batch_scale = _deviation([r - mean for group, mean in zip(rewards, means, strict=True) for r in group])
+    in_batch = [reward for group in rewards for reward in group]
+    batch_mean, batch_scale = _mean(in_batch), _scale(in_batch)
     advantages = []
-    for group, mean in zip(rewards, means, strict=True):
+    for group in rewards:
+        mean = {"none": 0.0, "batch": batch_mean}.get(config.baseline, _mean(group))
         centred = [reward - mean for reward in group]
-        scale = {"none": 1.0, "batch": batch_scale + SCALE_EPS}.get(config.scale, _deviation(centred) + SCALE_EPS)
+        scale = {"none": 1.0, "batch": batch_scale}.get(config.scale, _scale(group))
         if config.baseline == "leave_one_out":
             # r_i - (sum - r_i) / (n - 1) = (r_i - mean) * n / (n - 1)
             centred = [value * len(group) / max(len(group) - 1, 1) for value in centred]
@@ -168,11 +170,12 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _deviation(centred: Sequence[float]) -> float:
-    """Sample standard deviation of centred values; 1 for fewer than two values."""
-    if len(centred) < 2:
+def _scale(rewards: Sequence[float]) -> float:
+    """Sample standard deviation plus `SCALE_EPS`; 1 for equal rewards and for fewer than two."""
+    if len(rewards) < 2 or min(rewards) == max(rewards):
         return 1.0
-    return math.sqrt(math.fsum(value * value for value in centred) / (len(centred) - 1))
+    mean = _mean(rewards)
+    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) + SCALE_EPS
 
 
 def _import_function(import_path: str) -> Callable[..., Any]:
