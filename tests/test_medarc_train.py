@@ -131,6 +131,62 @@ def test_a_dry_run_finds_what_would_stop_the_run(
     assert fault in line
 
 
+SAMPLING = """
+[orchestrator.sampling]
+repetition_penalty = 1.1
+min_tokens = 4
+[orchestrator.sampling.extra_body]
+presence_penalty = 0.5
+frequency_penalty = 0.0
+logit_bias = {"7" = -5}
+top_p = 0.9
+top_k = -1
+stop = ["x"]
+guided_regex = "a+"
+temperature = 0.5
+novel = 1
+min_tokens = 2
+"""
+
+
+def test_sampling_that_changes_what_is_trained_on_is_named_one_line_each(rl_toml: Path, tmp_path: Path) -> None:
+    rl_toml.write_text(rl_toml.read_text() + SAMPLING)
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu", "--dry-run")
+    assert result.exit_code == 0, result.output
+    found = dict(re.findall(r"^warning: orchestrator\.sampling\.(\S+) (.*)$", result.stderr, re.MULTILINE))
+    assert sum("warning: orchestrator.sampling." in line for line in result.stderr.splitlines()) == len(found)
+    off_policy = {key for key, line in found.items() if "makes training off-policy" in line}
+    assert off_policy == {
+        "repetition_penalty",
+        "min_tokens",
+        "extra_body.presence_penalty",
+        "extra_body.logit_bias",
+        "extra_body.guided_regex",
+    }
+    without_effect = {key for key, line in found.items() if "has no effect on training" in line}
+    assert without_effect == {"extra_body.top_p", "extra_body.temperature", "extra_body.min_tokens"}
+    assert set(found) - off_policy - without_effect == {"extra_body.novel"}
+
+
+@pytest.mark.parametrize("key", ["top_p", "min_p", "frequency_penalty", "logit_bias"])
+def test_a_sampling_key_that_training_lacks_says_why(rl_toml: Path, tmp_path: Path, key: str) -> None:
+    words = (f"--orchestrator.sampling.{key.replace('_', '-')}", "0.5", "--dry-run")
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu", *words)
+    assert result.exit_code == 2
+    assert "training" in result.stderr
+
+
+def test_evaluation_samples_as_it_likes(rl_toml: Path, tmp_path: Path) -> None:
+    rl_toml.write_text(
+        rl_toml.read_text()
+        + "[orchestrator.eval.sampling]\ntop_p = 0.9\nmin_p = 0.1\nrepetition_penalty = 1.2\n"
+        + 'extra_body = {presence_penalty = 1.0}\n[[orchestrator.eval.env]]\nid = "reverse-text"\n'
+    )
+    result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "sampling" not in result.stderr
+
+
 @pytest.mark.parametrize("command", ["sft", "rl"])
 def test_a_dry_run_shows_the_command_of_every_process(command: str, tmp_path: Path, request) -> None:
     toml = request.getfixturevalue(f"{command}_toml")

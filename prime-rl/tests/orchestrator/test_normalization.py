@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import chain
 
 import pytest
 
@@ -58,12 +59,12 @@ def test_the_scales_are_those_of_trl(rollout, scale) -> None:
 BASELINES = {
     "group": lambda rewards, row, i: statistics.mean(row),
     "leave_one_out": lambda rewards, row, i: statistics.mean(row[:i] + row[i + 1 :]),
-    "batch": lambda rewards, row, i: statistics.mean(sum(rewards, [])),
+    "batch": lambda rewards, row, i: statistics.mean(chain(*rewards)),
     "none": lambda rewards, row, i: 0.0,
 }
 SCALES = {
     "group": lambda rewards, row: statistics.stdev(row) + 1e-5,
-    "batch": lambda rewards, row: statistics.stdev(sum(rewards, [])) + 1e-5,
+    "batch": lambda rewards, row: statistics.stdev(chain(*rewards)) + 1e-5,
     "none": lambda rewards, row: 1.0,
 }
 

@@ -27,8 +27,11 @@ def test_the_temperature_is_one_unless_set() -> None:
     assert temperature_at(SamplingConfig(temperature=0.5), 7, None) == 0.5
 
 
+CUTS = {"top_k": 5, "top_p": 0.5, "min_p": 0.5, "temperature": 0.1, "logprobs": False}
+
+
 def test_nothing_that_a_user_adds_can_cut_the_sampled_distribution() -> None:
-    config = SamplingConfig(max_tokens=8, min_tokens=2, extra_body={"top_k": 5, "min_p": 0.5, "stop": ["x"]})
+    config = SamplingConfig(max_tokens=8, min_tokens=2, extra_body=CUTS | {"stop": ["x"]})
     args = train_sampling_args(config, 0.7)
     assert (args["temperature"], args["top_p"], args["logprobs"], args["max_tokens"]) == (0.7, 1.0, True, 8)
     assert args["extra_body"] == {

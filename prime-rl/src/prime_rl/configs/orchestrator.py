@@ -1,5 +1,6 @@
 """The orchestrator: root of `orchestrator` and `[orchestrator]` of `rl`."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -31,7 +32,12 @@ from prime_rl.configs.rollouts.evaluations import EvalConfig, EvalSaveHFConfig, 
 from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
 from prime_rl.configs.rollouts.judges import Judges, judge_faults
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
-from prime_rl.configs.rollouts.sampling import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
+from prime_rl.configs.rollouts.sampling import (
+    EvalSamplingConfig,
+    SamplingConfig,
+    TemperatureSchedulerConfig,
+    training_warnings,
+)
 from prime_rl.configs.shared import (
     BaseModelConfig,
     ClientConfig,
@@ -45,7 +51,7 @@ from prime_rl.configs.shared import (
     WandbWithExtrasConfig,
 )
 from prime_rl.configs.surface.root import RootConfig
-from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
+from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
 __all__ = [
     "AdvantageConfig",
@@ -77,6 +83,8 @@ __all__ = [
 ]
 
 DEFAULT_BATCH_SIZE = 128
+OF_ALL = ("batch", "none")
+"""Baselines that are the same for all groups of a batch."""
 INHERITED_SAMPLING = frozenset({"max_tokens", "min_tokens", "repetition_penalty", "extra_body"})
 """Keys of `sampling` that `eval.sampling` inherits. It does not inherit the temperature, which is for exploration."""
 BENCH_STEPS = 4
@@ -334,6 +342,8 @@ class OrchestratorConfig(RootConfig):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults([*self._faults(), *self._batching_faults(), *self._temperature_faults()])
+        for text in (*training_warnings(self.sampling), *self._advantage_warnings()):
+            warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
 
     @model_validator(mode="after")
@@ -410,6 +420,14 @@ class OrchestratorConfig(RootConfig):
         yield from judge_faults("eval.env", [] if self.eval is None else self.eval.env, self.judge)
         if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"
+
+    def _advantage_warnings(self) -> Iterator[str]:
+        config = self.advantage
+        if isinstance(config, NormalizedAdvantageConfig) and config.scale == "group" and config.baseline in OF_ALL:
+            yield (
+                f"orchestrator.advantage: scale = 'group' with baseline = {config.baseline!r} makes large advantages of "
+                "groups whose rewards are almost equal; use baseline = 'group', or scale = 'batch'"
+            )
 
     def _batching_faults(self) -> Iterator[str]:
         inflight, factor, group = self.max_inflight_rollouts, self.oversampling_factor, self.rollouts_per_example

@@ -1,5 +1,6 @@
 """How rollouts are sampled: for training and for evaluation."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -15,6 +16,57 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.utils.pydantic_config import BaseConfig
+
+SAMPLED_OTHERWISE: Mapping[str, tuple[Any, str]] = {
+    "repetition_penalty": (1.0, "let a reward, or the filter `repetition`, count against repetition"),
+    "presence_penalty": (0.0, "let a reward, or the filter `repetition`, count against repetition"),
+    "frequency_penalty": (0.0, "let a reward, or the filter `repetition`, count against repetition"),
+    "min_tokens": (0, "let a reward ask for the length"),
+    "logit_bias": ({}, "let a reward ask for the words"),
+    "bad_words": ([], "let a reward ask for the words"),
+    "allowed_token_ids": ([], "let a reward ask for the words"),
+    "thinking_token_budget": (None, "let a reward ask for the length"),
+    **dict.fromkeys(
+        (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structural_tag",
+        ),
+        (None, "let a reward ask for the format"),
+    ),
+    "logits_processors": ([], "training cannot apply them"),
+    "use_beam_search": (False, "beam search does not sample"),
+}
+"""Arguments of a request that change which tokens are sampled, their neutral values, and what serves instead.
+
+The trainer computes log-probabilities from the temperature alone. With one of these, the tokens come from another
+distribution than the one that it trains, so the ratio of both is not 1 even for a policy that has not changed."""
+
+FIXED_BY_TRAINING: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "logprobs": (),
+    "return_token_ids": (),
+}
+"""Arguments of a request that training sets itself, and the values that agree with it."""
+OF_A_KEY = ("repetition_penalty", "min_tokens")
+"""Arguments that `SamplingConfig` has keys for, which replace those in `extra_body`."""
+HARMLESS = frozenset(
+    (
+        "stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
+        "chat_template_kwargs add_generation_prompt continue_final_message add_special_tokens chat_template documents "
+        "mm_processor_kwargs user metadata store priority cache_salt request_id service_tier return_tokens_as_token_ids "
+        "logprobs return_token_ids prompt_logprobs top_logprobs max_tokens max_completion_tokens seed n stream tools tool_choice "
+        "parallel_tool_calls reasoning_effort truncate_prompt_tokens echo detokenize"
+    ).split()
+)
+"""Arguments that do not change the distribution of a token after those before it."""
 
 
 class TemperatureSchedulerConfig(BaseConfig):
@@ -43,20 +95,58 @@ class SamplingConfig(BaseConfig):
     """Schedule of the temperature. None keeps it constant."""
 
     repetition_penalty: RepetitionPenalty = 1.0
-    """Penalty for repeated tokens. 1 is no penalty."""
+    """Penalty for repeated tokens. 1 is no penalty. Others make training off-policy, with a warning."""
 
     max_tokens: Count | None = None
     """Maximum tokens per turn. None leaves it to the server."""
 
     min_tokens: WholeNumber = 0
-    """Minimum tokens per turn."""
+    """Minimum tokens per turn. Above 0 makes training off-policy, with a warning."""
 
     seed: Seed | None = None
     """Seed of the sampler. Each group of rollouts starts from a hash of it and of the example that was drawn, and its
     rollouts differ. None leaves it to the server."""
 
     extra_body: dict[str, Any] = Field({})
-    """Additional keys of the request body."""
+    """Additional keys of the request body. A warning names those that make training off-policy."""
+
+
+def training_warnings(sampling: SamplingConfig) -> Iterator[str]:
+    """One line for each setting with which tokens are sampled from another distribution than the trained one."""
+    section = "orchestrator.sampling"
+    given = {OF_A_KEY[0]: sampling.repetition_penalty, OF_A_KEY[1]: sampling.min_tokens}
+    given |= {f"extra_body.{name}": value for name, value in sampling.extra_body.items() if name not in OF_A_KEY}
+    for name in sampling.extra_body:
+        if name in OF_A_KEY:
+            yield f"{section}.extra_body.{name} has no effect on training: {section}.{name} is sent"
+    for key, value in given.items():
+        name, shown = key.removeprefix("extra_body."), f"{section}.{key} = {_short(value)}"
+        if name in HARMLESS:
+            continue
+        if name in FIXED_BY_TRAINING:
+            if value not in FIXED_BY_TRAINING[name]:
+                instead = f"set {section}.temperature" if name == "temperature" else "training samples from all tokens"
+                yield f"{shown} has no effect on training: {instead}; [orchestrator.eval.sampling] may set it"
+        elif name in SAMPLED_OTHERWISE:
+            neutral, instead = SAMPLED_OTHERWISE[name]
+            if value is not None and value != neutral:
+                yield (
+                    f"{shown} makes training off-policy: tokens are sampled with it, and trained without it; remove it, "
+                    f"and {instead}; [orchestrator.eval.sampling] may use it"
+                )
+        else:
+            yield (
+                f"{shown} is sent to the servers as it is: if it changes which tokens are sampled, remove it, because "
+                "the trainer knows the temperature alone"
+            )
+
+
+_SHOWN_CHARS = 60
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
 
 
 class EvalSamplingConfig(BaseConfig):

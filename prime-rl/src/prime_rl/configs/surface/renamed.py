@@ -179,6 +179,20 @@ NEWER: tuple[Renamed, ...] = (
     _moved("orchestrator.eval.sampling.max_completion_tokens", "orchestrator.eval.sampling.max_tokens"),
     _inverted("orchestrator.eval.skip_first_step", "orchestrator.eval.eval_base_model"),
     _inverted("orchestrator.eval.retrigger_on_resume", "orchestrator.eval.skip_eval_on_resume"),
+    *(
+        _removed(
+            f"orchestrator.sampling.{key}",
+            "training samples from the whole distribution, the one that it trains; [orchestrator.eval.sampling] has it",
+        )
+        for key in ("top_p", "top_k", "min_p")
+    ),
+    *(
+        _removed(
+            f"orchestrator.sampling.{key}",
+            f"it makes training off-policy: leave it out, or set extra_body = {{ {key} = ... }}, with a warning",
+        )
+        for key in ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words")
+    ),
     _moved("orchestrator.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
     _rewritten("orchestrator.model.client.base_url", "orchestrator.client.base_url", note="a list"),
     _moved("orchestrator.model.client", "orchestrator.client"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig, TemperatureSchedulerConfig
+from prime_rl.configs.rollouts.sampling import FIXED_BY_TRAINING
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 
 EXACT_SEED = "exact_seed"
@@ -37,15 +38,16 @@ def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str,
     """Sampling arguments of training requests, in verifiers' form.
 
     The trainer recomputes log-probabilities from the temperature alone, so nothing else may change the distribution:
-    top-p, top-k and min-p are fixed, and override `extra_body`.
+    temperature, top-p, top-k and min-p override `extra_body`, and `training_warnings` names what does change it.
     """
+    extra = {name: value for name, value in config.extra_body.items() if name not in FIXED_BY_TRAINING}
     return {
         "temperature": temperature,
         "top_p": 1.0,
         "logprobs": True,
         **_set(max_tokens=config.max_tokens, seed=config.seed),
         "extra_body": {
-            **config.extra_body,
+            **extra,
             "return_token_ids": True,
             "top_k": -1,
             "min_p": 0.0,
