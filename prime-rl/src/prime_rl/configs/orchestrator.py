@@ -425,8 +425,8 @@ class OrchestratorConfig(RootConfig):
         config = self.advantage
         if isinstance(config, NormalizedAdvantageConfig) and config.scale == "group" and config.baseline in OF_ALL:
             yield (
-                f"orchestrator.advantage: scale = 'group' with baseline = {config.baseline!r} makes large advantages of "
-                "groups whose rewards are almost equal; use baseline = 'group', or scale = 'batch'"
+                f"orchestrator.advantage: scale = 'group' with baseline = {config.baseline!r} makes large advantages "
+                "of groups whose rewards are almost equal; use baseline = 'group', or scale = 'batch'"
             )
 
     def _batching_faults(self) -> Iterator[str]:

@@ -59,11 +59,12 @@ OF_A_KEY = ("repetition_penalty", "min_tokens")
 """Arguments that `SamplingConfig` has keys for, which replace those in `extra_body`."""
 HARMLESS = frozenset(
     (
-        "stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
-        "chat_template_kwargs add_generation_prompt continue_final_message add_special_tokens chat_template documents "
-        "mm_processor_kwargs user metadata store priority cache_salt request_id service_tier return_tokens_as_token_ids "
-        "logprobs return_token_ids prompt_logprobs top_logprobs max_tokens max_completion_tokens seed n stream tools tool_choice "
-        "parallel_tool_calls reasoning_effort truncate_prompt_tokens echo detokenize"
+        "stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens "
+        "spaces_between_special_tokens chat_template_kwargs add_generation_prompt continue_final_message "
+        "add_special_tokens chat_template documents mm_processor_kwargs user metadata store priority "
+        "cache_salt request_id service_tier return_tokens_as_token_ids logprobs return_token_ids "
+        "prompt_logprobs top_logprobs max_tokens max_completion_tokens seed n stream tools tool_choice "
+        "parallel_tool_calls reasoning_effort truncate_prompt_tokens echo detokenize "
     ).split()
 )
 """Arguments that do not change the distribution of a token after those before it."""
@@ -131,8 +132,8 @@ def training_warnings(sampling: SamplingConfig) -> Iterator[str]:
             neutral, instead = SAMPLED_OTHERWISE[name]
             if value is not None and value != neutral:
                 yield (
-                    f"{shown} makes training off-policy: tokens are sampled with it, and trained without it; remove it, "
-                    f"and {instead}; [orchestrator.eval.sampling] may use it"
+                    f"{shown} makes training off-policy: tokens are sampled with it, and trained without it; "
+                    f"remove it, and {instead}; [orchestrator.eval.sampling] may use it"
                 )
         else:
             yield (
