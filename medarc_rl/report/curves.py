@@ -200,6 +200,26 @@ def evaluation_series(run: RunHistory, name: str) -> Series:
 
 def held_out(run: RunHistory) -> dict[str, Series]:
     """Mean scores on rows that the run does not train on, by title."""
+    shares = trained_shares(run)
+    return {title: series for title, series in _scores_beside_training(run).items() if not shares[title]}
+
+
+def on_training_rows(run: RunHistory) -> dict[str, tuple[Series, float]]:
+    """Mean scores of evaluations whose prompts are trained on, by title, and the share of these prompts."""
+    shares = trained_shares(run)
+    return {title: (series, shares[title]) for title, series in _scores_beside_training(run).items() if shares[title]}
+
+
+def trained_shares(run: RunHistory) -> dict[str, float]:
+    """Share of the prompts of each evaluation that are trained on. 0 for runs of versions that did not count them."""
+    names = {title: title.removeprefix("evaluation ").rpartition("/")[0] for title in _scores_beside_training(run)}
+    counted = {
+        title: f"eval/{env}/trained_prompts/mean" if env else "val_trained_prompts/mean" for title, env in names.items()
+    }
+    return {title: max(evaluation_series(run, name).values(), default=0.0) for title, name in counted.items()}
+
+
+def _scores_beside_training(run: RunHistory) -> dict[str, Series]:
     scores = {name: evaluation_series(run, name) for name in evaluation_names(run) if "/avg@" in name}
     found = {f"evaluation {name.removeprefix('eval/')}": series for name, series in scores.items()}
     validation = VALIDATION_REWARD.read(run)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from medarc_rl.report.charts import Line, Section, Series, chart_of, short
-from medarc_rl.report.curves import LENGTH, REWARD, held_out, reward_parts
+from medarc_rl.report.curves import LENGTH, REWARD, held_out, on_training_rows, reward_parts
 from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, trend
 from prime_rl.history.run import RunHistory
 
@@ -58,27 +58,43 @@ def _steps(first: int, last: int) -> str:
 
 
 def _held_out(section: Section, run: RunHistory, reward: Trend) -> None:
-    scores = held_out(run)
-    if not scores:
-        section.notes.append(
-            "There is no held-out reward to compare with: the run has no evaluation ([orchestrator.eval]) and no "
-            "validation ([orchestrator.val]), so learning the task and exploiting the reward look alike here."
+    scores, trained = held_out(run), on_training_rows(run)
+    for title, (_, share) in trained.items():
+        which = "its training rows" if share == 1 else f"prompts of which {share:.0%} are trained on"
+        section.warnings.append(
+            f"{title[0].upper()}{title[1:]} uses {which}, so it does not show whether the model learned the task or "
+            "these rows: give the environment an eval_dataset."
         )
-        return
+    if not scores:
+        uses = (
+            "its evaluations use training rows"
+            if trained
+            else ("it has no evaluation ([orchestrator.eval]) and no validation ([orchestrator.val])")
+        )
+        section.notes.append(
+            f"The run has no reward on rows that it does not train on: {uses}, so learning the task and exploiting the "
+            "reward look alike here."
+        )
     lines = [Line("trained reward", REWARD.read(run))]
-    for color, (title, series) in enumerate(scores.items(), 1):
-        lines.append(Line(title, series, color=color))
+    named = {title: f"The held-out reward ({title})" for title in scores}
+    named |= {title: f"The reward on training rows ({title})" for title in trained}
+    series_of = scores | {title: series for title, (series, _) in trained.items()}
+    for color, (title, subject) in enumerate(named.items(), 1):
+        series = series_of[title]
+        lines.append(Line(title if title in scores else f"{title}, training rows", series, color=color))
         found = trend(series)
         if found is None:
             section.notes.append(f"{title}: a single value, {short(next(iter(series.values())), 3)}.")
             continue
-        section.notes.append(_sentence(f"The held-out reward ({title})", found))
-        if reward.direction == "rose" and found.direction == "fell":
+        section.notes.append(_sentence(subject, found))
+        if title in scores and reward.direction == "rose" and found.direction == "fell":
             section.warnings.append(
                 f"The trained reward rose (z = {reward.z:.1f}) while {title} fell (z = {found.z:.1f}); "
                 f"the limit is ±{Z_LIMIT} for both."
             )
-    section.charts += chart_of("held-out", "Trained and held-out reward", lines, unit="mean reward")
+    if len(lines) > 1:
+        chart = "Trained and held-out reward" if scores else "Trained reward, and evaluation on training rows"
+        section.charts += chart_of("held-out", chart, lines, unit="mean reward")
 
 
 def _parts(section: Section, run: RunHistory, reward: Trend) -> None:

@@ -119,6 +119,20 @@ def test_warnings_come_only_with_a_trend_and_state_their_limit(run: Path) -> Non
     assert "Completions have" not in signs
 
 
+@pytest.mark.parametrize(("share", "words"), [(1.0, "its training rows"), (0.25, "25% are trained on")])
+def test_an_evaluation_on_training_rows_is_not_called_held_out(run: Path, share: float, words: str) -> None:
+    told = {"time": 1e9, "source": "orchestrator", "step": 0, "eval/held/trained_prompts/mean": share}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(told) + "\n")
+    report(run)
+    page = Reader(page_of(run))
+    signs = page.sections["signs"]
+    assert words in signs
+    assert "The reward on training rows (evaluation held/avg@4)" in signs
+    assert "held-out reward" not in signs
+    assert "The trained reward rose (z = 4.5) while" not in signs
+
+
 def test_restarts_are_listed_with_their_causes(run: Path) -> None:
     report(run)
     attempts = Reader(page_of(run)).sections["attempts"]

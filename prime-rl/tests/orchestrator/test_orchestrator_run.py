@@ -63,6 +63,7 @@ def test_validation_runs_beside_a_batch_and_is_reported_with_it(orchestrate, pol
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert {name for name in first if name.startswith("val_")} == {
         "val_failed/count",
+        "val_trained_prompts/mean",
         *(f"val_reward/{name}" for name in ("mean", "std", "min", "max", "median", "errors")),
     }
     assert not any(name.startswith("val_") for name in second)

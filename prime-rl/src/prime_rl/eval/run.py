@@ -25,6 +25,7 @@ from prime_rl.monitors.sink_packages import SinkRun
 from prime_rl.monitors.sinks import open_sinks
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluator import EvalSet
+from prime_rl.orchestrator.leaks import Overlap, tell
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
@@ -324,6 +325,10 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate], e
     """
     with run_judges(config.judge, RunPaths(config.output_dir)) as judges:
         environments = load_environments(config.environments, config.log, "env", "eval")
+        for name, environment in environments.items():
+            # What the candidates were trained on is not known here.
+            not_compared = Overlap(len(environment), falls_back=environment.falls_back, is_compared=False)
+            tell(f"Evaluation on {name!r}", not_compared)
         return ending.run(lambda runner: _evaluate_all(runner, config, environments, judges, candidates))
 
 

@@ -102,6 +102,7 @@ ORCHESTRATOR = (
     Metric("val_reward/<statistic>", "reward", "the same as `reward/*`, of `[orchestrator.val]`"),
     Metric("val_reward/errors", "0 to 1", "share of its rollouts with a reward function that raised or returned no finite number"),
     Metric("val_batch/<environment>", "0 to 1", "share of each environment in the validation"),
+    Metric("val_trained_prompts/mean", "0 to 1", "share of the validation's prompts that the run trains on"),
     Metric("val_failed/count", "rollouts", "of the validation that failed and have no score"),
     Metric("batch/solve_{none,all}", "0 to 1", "share of groups whose rewards are all 0, all 1"),
     Metric("batch/effective_batch_size", "0 to 1", "share of groups that are neither"),
@@ -155,6 +156,7 @@ EVALUATION = (
     Metric("eval/<environment>/completion_len/{mean,max,min}", "tokens", "per rollout: those of answers, and those that the environment wrote between turns"),
     Metric("eval/<environment>/is_truncated/mean", "0 to 1", "share of rollouts that ended at a length limit"),
     Metric("eval/<environment>/failed/{count,mean}", "rollouts; 0 to 1", "failed rollouts, which have no score"),
+    Metric("eval/<environment>/trained_prompts/mean", "0 to 1", "share of the evaluated prompts that the run trains on; only during RL"),
     Metric("eval/<environment>/time", "s", "the evaluation of this environment"),
     *_JUDGES,
 )

@@ -1,6 +1,6 @@
 """Evaluates the policy during training: evaluations between batches, and validations beside them.
 
-An evaluation pins one policy version and uses its own environments and sampling. A validation uses held-out rows of the
+An evaluation pins one policy version and uses its own environments and sampling. A validation uses evaluation rows of
 training environments and runs concurrently with the rollouts of a batch.
 """
 
@@ -16,6 +16,7 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig, ValConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
+from prime_rl.orchestrator.leaks import METRIC, Overlap
 from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, Outcome, ServerPool, run_attempts
@@ -41,6 +42,8 @@ class EvalSet:
     rollouts: int
     """Rollouts per row."""
     max_retries: int
+    trained: Overlap | None = None
+    """Which of the rows are trained on. None if the run trains on no environment."""
 
     @classmethod
     def from_config(
@@ -130,6 +133,8 @@ class Evaluator:
         for each in self.sets:
             set_outcomes = list(islice(rest, len(each.rows) * each.rollouts))
             set_metrics = eval_metrics(set_outcomes, each.rollouts, each.environment.reward_functions)
+            if each.trained is not None:
+                set_metrics[METRIC] = each.trained.share
             set_metrics["time"] = max((outcome.ended_s for outcome in set_outcomes), default=started_s) - started_s
             _log_scores(each.name, version, set_metrics, set_outcomes)
             metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
@@ -176,6 +181,8 @@ class Validator:
     pool: ServerPool
     max_concurrent: int
     """Maximum number of concurrent groups."""
+    trained_share: float = 0.0
+    """Share of the examples whose prompt is trained on."""
 
     def due(self, step: int) -> bool:
         return step % self.config.interval == 0
@@ -196,7 +203,7 @@ class Validator:
             reason = next(outcome.reason for outcome in outcomes if outcome.reason)
             get_logger().warning(f"Step {step}: {failed} validation rollouts failed; first error: {reason}")
         groups = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
-        return {"val_failed/count": failed, **validation_metrics(groups)}
+        return {"val_failed/count": failed, f"val_{METRIC}": self.trained_share, **validation_metrics(groups)}
 
 
 def validation_metrics(groups: list[Group]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,6 +28,7 @@ from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
+from prime_rl.orchestrator.leaks import overlap, tell
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -171,7 +172,7 @@ async def _run(
             max_steps=config.max_steps,
             length_limit=Room.of(config).limit,
             teacher=await ready_teacher(config, run, closing),
-            evaluator=make_evaluator(config, environments.eval, policy, pool, monitor, rollout_log),
+            evaluator=make_evaluator(config, environments, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
             free_servers=pool.free_memory if config.servers_sleep else None,
@@ -362,7 +363,7 @@ def answer_limits(config: OrchestratorConfig) -> str:
 
 def make_evaluator(
     config: OrchestratorConfig,
-    environments: Mapping[str, Environment],
+    environments: Environments,
     policy: Policy,
     pool: InferencePool,
     monitor: Monitor,
@@ -370,11 +371,16 @@ def make_evaluator(
 ) -> Evaluator | None:
     if config.eval is None:
         return None
-    pairs = zip(config.eval.env, environments.values(), strict=True)
+    pairs = zip(config.eval.env, environments.eval.values(), strict=True)
     try:
         sets = [EvalSet.from_config(each, environment, config.eval) for each, environment in pairs]
     except EnvironmentFault as error:
         raise EnvironmentFault(f"orchestrator.eval.env: {error}") from error
+    trained = environments.train.values()
+    sets = [replace(each, trained=overlap(each.environment, each.rows, trained)) for each in sets]
+    for each in sets:
+        if each.trained is not None:
+            tell(f"Evaluation on {each.name!r}", each.trained)
     return Evaluator(
         config=config.eval,
         sets=sets,
@@ -397,10 +403,18 @@ def make_validator(
     # A separate buffer, so that validation does not change which examples are trained on.
     sizes = {name: environment.num_rows for name, environment in held_out.items()}
     buffer = Buffer(sizes, BufferConfig(env_ratios=config.buffer.env_ratios), config.seed or 0)
+    examples = [buffer.sample() for _ in range(config.val.num_examples)]
+    leaked = 0
+    for name, environment in held_out.items():
+        rows = range(len(environment) if environment.num_rows is not None else 0)
+        found = overlap(environment, rows, environments.values())
+        tell(f"Validation on {name!r}", found)
+        leaked += round(found.share * sum(example.env == name for example in examples))
     return Validator(
         config=config.val,
         environments=held_out,
-        examples=[buffer.sample() for _ in range(config.val.num_examples)],
+        examples=examples,
+        trained_share=leaked / max(len(examples), 1),
         pool=pool,
         max_concurrent=scheduler_limits(config).groups_in_flight,
     )

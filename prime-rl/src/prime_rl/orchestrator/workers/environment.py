@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, overload
 
@@ -54,6 +54,8 @@ class Described:
     """Tools of rows that name none of their own. None: no tool is known before rollouts."""
     prompt_columns: tuple[str, ...] = ("prompt",)
     """Where a row's prompt is: the first of these columns that holds messages or a text."""
+    falls_back: bool = False
+    """Whether these rows are asked for as evaluation rows, and are the training rows, because there are no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,19 @@ class Environment:
     def num_rows(self) -> int | None:
         """None if the environment makes rows without end, as they are drawn."""
         return None if self._described.is_endless else len(self._rows)
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the evaluation rows are the training rows, because the environment has no others."""
+        return self._described.falls_back
+
+    def columns(self, rows: range, names: Sequence[str]) -> Iterator[Mapping[str, Sequence[Any]]] | None:
+        """Those of the named columns that rows of a `Dataset` have, in batches. None if the rows are no `Dataset`."""
+        dataset: Any = self._rows
+        if not hasattr(dataset, "select_columns"):
+            return None
+        chosen = dataset.select_columns([name for name in names if name in dataset.column_names]).select(rows)
+        return iter(chosen.iter(batch_size=1_000))
 
     def held_out(self) -> Environment:
         """The same environment with its evaluation rows."""

@@ -121,7 +121,18 @@ class VerifiersWorker:
 
 def described(env: vf.Environment, split: Split) -> Described:
     rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
-    return Described(rows, reward_functions=reward_functions(env.rubric), tools=env.tool_defs or ())
+    return Described(
+        rows,
+        reward_functions=reward_functions(env.rubric),
+        tools=env.tool_defs or (),
+        falls_back=split == "eval" and lacks_eval_rows(env),
+    )
+
+
+def lacks_eval_rows(env: Any) -> bool:
+    """Whether verifiers gives training rows as evaluation rows. A group does if one of its environments does."""
+    members = getattr(env, "envs", None) or ()
+    return any(map(lacks_eval_rows, members)) if members else getattr(env, "eval_dataset", None) is None
 
 
 def reward_functions(rubric: vf.Rubric | None) -> dict[str, float]:

@@ -389,7 +389,13 @@ class ProcessWorker:
             raise EnvironmentFault(
                 f"{process.spec.place}: cannot build the dataset of {self.name!r}: {error}"
             ) from error
-        return Described(TextRows(texts), found["rows"] is None, found["functions"], found["tools"])
+        return Described(
+            TextRows(texts),
+            found["rows"] is None,
+            found["functions"],
+            found["tools"],
+            falls_back=found.get("falls_back", False),
+        )
 
     async def open(self) -> None:
         await self.proxy.open()

@@ -46,9 +46,13 @@ class Served:
         self._datasets: dict[str, Any] = {}
 
     def describe(self, split: str) -> dict[str, Any]:
-        """Number of rows, reward functions with their weights, and tools of the environment."""
+        """Number of rows, reward functions with their weights, and tools of the environment.
+
+        `falls_back` says that the evaluation rows are the training rows, because there are no others.
+        """
         return {
             "rows": len(self._dataset(split)),
+            "falls_back": split == "eval" and getattr(self.env, "eval_dataset", None) is None,
             "functions": dict(pair for rubric in self._rubrics for pair in functions_with_weights(rubric)),
             "tools": getattr(self.env, "tool_defs", None) or getattr(self.env, "oai_tools", None) or [],
         }
