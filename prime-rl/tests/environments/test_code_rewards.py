@@ -90,6 +90,14 @@ def test_apps_counts_cases_by_output() -> None:
     assert apps("```python\nprint(3\n```", cases, sandbox=BOX) == 0
 
 
+def test_apps_gives_a_share_in_any_order_of_the_cases() -> None:
+    sums = [("1 2\n", "3\n"), ("3 4\n", "7\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"), ("0 0\n", "0\n"), ("0 0\n", "0\n")]
+    for ordered in (sums, sums[::-1]):
+        cases = {"inputs": [given for given, _ in ordered], "outputs": [wanted for _, wanted in ordered]}
+        assert apps("print(0)", cases, sandbox=BOX) == 0.5
+    assert apps("print(0)", cases, total_time_s=-1, sandbox=BOX) == 0  # no time for any
+
+
 def test_apps_calls_functions_and_methods() -> None:
     cases = {"fn_name": "half", "inputs": [[1], [3], [[2, 1]]], "outputs": [0.5, [1.5], [[1, 2]]]}
     function = "```python\ndef half(x):\n    return x if isinstance(x, list) else x / 2\n```"

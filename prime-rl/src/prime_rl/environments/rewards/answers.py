@@ -1,7 +1,7 @@
-"""Rewards that compare a completion with the row's answer: text, choices, GSM8K, object counts, countdown.
+"""Rewards that compare a completion with the row's answer: text, GSM8K, object counts, countdown.
 
-Rewards that need a large library (`math_equality`, `units`, `json_schema`) have separate modules, so that a worker
-imports only the libraries of the rewards that it calls.
+Multiple choice is in `choices`. Rewards that need a large library (`math_equality`, `units`, `json_schema`) have
+separate modules, so that a worker imports only the libraries of the rewards that it calls.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 import ast
 import operator
 import re
-import string
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal
 
 from rapidfuzz import fuzz
 
 from prime_rl.environments.rewards.registry import RewardFault
-from prime_rl.environments.rewards.text import as_number, last_answer_tag, last_boxed, last_number, without_thinking
+from prime_rl.environments.rewards.text import (
+    NUMBER,
+    accepted_answers,
+    as_number,
+    last_answer_tag,
+    last_boxed,
+    last_number,
+    plain_signs,
+    without_thinking,
+)
 
 MAX_CHARS = 20_000
 """Longest text that is compared by similarity, whose cost is the product of both lengths."""
@@ -29,7 +36,7 @@ def exact_match(completion_text: str, answer: Any, normalize: bool = True) -> fl
     """1 if the answer of the completion is `answer`, or one of them if it is a list.
 
     The answer is the last `<answer>` or `\\boxed{}`, else the whole text without thinking. `normalize` ignores case,
-    punctuation, articles and repeated spaces.
+    articles, spaces and punctuation, but not signs: `-5`, `HER2+`, `<0.05`, `50%`, `3/4` and `10^5` mean what they say.
     """
     given = _given(completion_text)
     pairs = (_comparable(given, each) if normalize else (given.strip(), each.strip()) for each in _answers(answer))
@@ -39,22 +46,80 @@ def exact_match(completion_text: str, answer: Any, normalize: bool = True) -> fl
 def fuzzy_match(completion_text: str, answer: Any, threshold: float | None = None) -> float:
     """Similarity of the answer to `answer`, 0 to 1 (indel ratio); for a list of answers, the highest.
 
-    With `threshold`: 1 at or above it, 0 below.
+    0 if numbers, signs or opposites differ: 5 mg for 50 mg, HER2- for HER2+, negative for positive. With `threshold`: 1
+    at or above it, 0 below.
     """
     pairs = (_comparable(_given(completion_text), each) for each in _answers(answer))
-    ratio = max((fuzz.ratio(one[:MAX_CHARS], other[:MAX_CHARS]) / 100 for one, other in pairs), default=0.0)
+    alike = [
+        fuzz.ratio(one[:MAX_CHARS], other[:MAX_CHARS]) / 100 for one, other in pairs if not _contradict(one, other)
+    ]
+    ratio = max(alike, default=0.0)
     return ratio if threshold is None else float(ratio >= threshold)
 
 
+# Normalized text. A sign keeps its place as one of these, while other hyphens and pluses become spaces.
+_MINUS, _PLUS = "\u2212", "\uff0b"
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\([%$#&_])", r"\1"),
+        (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda number: number[0].replace(",", "")),
+        # Articles. `a` only at the start: vitamin A, hepatitis A, type A. Not before `and`, `or` and single letters.
+        (r"(?i)(?<![\w'.+-])(?:the|an)\s+(?=\w)|^\s*a\s+(?!(?:and|or|but)\b)(?=\w{2})", ""),
+        (r"(?<![\w.])\.(?=\d)", "0."),
+        (r"(?<=\w)\s?\(\s*([+-])\s*\)", r"\1"),  # HER2 (+)
+        (r"(?<=\w)\s+([+-])\s*$", r"\1"),
+        (r"(?:(?<=^)|(?<=[(=<>/^*×]))\s*-\s*(?=\d)|(?<![\w)%\]])-(?=\d)", _MINUS),
+        (r"(?<=[\w)])-(?=$|[\s,.;:!?)/+])", _MINUS),
+        (r"(?:(?<=^)|(?<=[\s(=<>/^*×]))\+\s?(?=\d)", ""),
+        (r"\+", _PLUS),
+        (r"(?<=\w)['.](?=[^\W\d])", ""),  # Crohn's, U.S
+        (r"(?<=\d)\.(?=\d)", "\u00b7"),  # a decimal point
+        (r"(?<=\w)\*(?=\w)", "×"),
+        (r"(?<=[^\W\d])#", "♯"),  # C#
+        ("&", " and "),
+        ("!=", "≠"),
+        (r"[-!\"#$'()*,.:;?@\[\\\]_`{|}~]", " "),
+        (rf"\s*(<=|>=|[<>=≠/^%×°{_PLUS}])\s*", r"\1"),
+    )
+]
+_INTERVAL = re.compile(r"[\[(][^\[\]()]*,[^\[\]()]*[\])]")
+
+
 def normalized(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(" " if each in string.punctuation else each for each in text)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Lower case without articles, spaces and punctuation, but with the signs that decide what an answer means."""
+    text = plain_signs(text).strip()
+    if _INTERVAL.fullmatch(text) and ("[" in text or "]" in text):  # open or closed
+        return text[0] + ",".join(map(normalized, text[1:-1].split(","))) + text[-1]
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return " ".join(text.casefold().split())
+
+
+_MARKS = re.compile(rf"{_MINUS}?\d+(?:\u00b7\d+)?%?|<=|>=|[<>≠]|(?<=\w)[{_MINUS}{_PLUS}](?=\s|$)")
+_OPPOSITES = (
+    ("positive", "negative"), ("yes", "no"), ("true", "false"), ("increase", "decrease"), ("increased", "decreased"),
+    ("high", "low"), ("higher", "lower"), ("left", "right"), ("present", "absent"), ("with", "without"),
+    ("benign", "malignant"), ("acute", "chronic"), ("hyper", "hypo"), ("before", "after"), ("normal", "abnormal"),
+)  # fmt: skip
+
+
+def _contradict(one: str, other: str) -> bool:
+    """Whether two normalized texts both have numbers and signs, other ones, or words of which one denies the other."""
+    marks = [sorted(_MARKS.findall(each)) for each in (one, other)]
+    if all(marks) and marks[0] != marks[1]:
+        return True
+    found, wanted = set(one.split()), set(other.split())
+    if ("not" in found) != ("not" in wanted):
+        return True
+    return any(
+        (yes in found) != (no in found) and (yes in wanted) != (no in wanted) and (yes in found) != (yes in wanted)
+        for yes, no in _OPPOSITES
+    )
 
 
 def _comparable(given: str, answer: str) -> tuple[str, str]:
-    """Normalize both, unless that would empty the reference (`A`, `+`): then no completion could equal it."""
+    """Normalize both, unless that would empty the reference (`?`): then no completion could equal it."""
     if normal := normalized(answer):
         return normalized(given), normal
     return given.strip().casefold(), answer.strip().casefold()
@@ -69,79 +134,12 @@ def _given(completion: str) -> str:
 
 
 def _answers(answer: Any) -> list[str]:
-    return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
-
-
-# A single letter, perhaps in brackets or bold, that does not begin a word.
-_LETTER = r"\(?\[?\*{0,2}([A-Z])\*{0,2}\]?\)?(?![A-Za-z'])"
-_STATED = re.compile(
-    rf"(?i:answer|choice|option)(?:\s+(?i:is|would be))?\s*(?:(?i:option|choice))?\s*[:=]?\s*\*{{0,2}}\s*{_LETTER}"
-)
-_BRACKETED = re.compile(r"[(\[]([A-Z])[)\]]")
-
-
-def multiple_choice(completion_text: str, answer: Any, choices: Any = None) -> float:
-    """1 if the completion chooses `answer`: a letter, a number from 0, or the text of one of `choices`.
-
-    The choice is read from `<answer>`, `\\boxed{}`, "the answer is (B)", a single letter, the last bracketed letter, or
-    the text of a choice, in this order.
-    """
-    options = _options(choices)
-    return float((letter := _letter_of(answer, options)) is not None and letter == chosen(completion_text, options))
-
-
-def chosen(completion: str, options: Sequence[str] = ()) -> str | None:
-    """Find the letter that a completion chooses."""
-    text = without_thinking(completion)
-    for part in (last_answer_tag(text), last_boxed(text)):
-        if part is not None:
-            plain = re.sub(r"\\text(?:bf|rm)?\{([^{}]*)\}", r"\1", part).strip()
-            return _only_letter(plain) or _by_text(plain, options)
-    for pattern in (_STATED, _BRACKETED):
-        if pattern is _BRACKETED and (only := _only_letter(text)):
-            return only
-        letters = string.ascii_uppercase[: len(options) or None]  # "Answer: I think B" does not choose I
-        if found := [letter for letter in pattern.findall(text) if letter in letters]:
-            return str(found[-1])
-    return _by_text(text, options)
-
-
-def _only_letter(text: str) -> str | None:
-    match = re.match(rf"{_LETTER}\s*(?:$|[.:)])", text.strip(), re.IGNORECASE)
-    return match[1].upper() if match else None
-
-
-def _by_text(text: str, options: Sequence[str]) -> str | None:
-    """The letter of the only choice that equals the text; else of the only choice that occurs in it."""
-    plain = text.strip().strip(".").casefold()
-    for test in (lambda option: option == plain, lambda option: re.search(rf"\b{re.escape(option)}\b", plain)):
-        matching = [index for index, option in enumerate(options) if option and test(option.strip().casefold())]
-        if len(matching) == 1:
-            return string.ascii_uppercase[matching[0]]
-    return None
-
-
-def _options(choices: Any) -> list[str]:
-    """The texts of the choices, in the order of their letters."""
-    if isinstance(choices, Mapping):  # {"A": "…", "B": "…"}, or {"text": […], "label": […]} as in ARC
-        choices = choices["text"] if "text" in choices else [choices[key] for key in sorted(choices)]
-    return [str(each) for each in choices or ()]
-
-
-def _letter_of(answer: Any, options: Sequence[str]) -> str | None:
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return string.ascii_uppercase[answer] if 0 <= answer < 26 else None
-    text = str(answer).strip()
-    if re.fullmatch(r"\(?[A-Za-z][).]?", text):
-        return text.strip("().").upper()
-    if text.isdigit() and text not in options:
-        return string.ascii_uppercase[int(text)] if int(text) < 26 else None
-    return _by_text(text, options)
+    return [str(each) for each in accepted_answers(answer)]
 
 
 Mode = Literal["strict", "flexible", "last_number", "any"]
-_STRICT = re.compile(r"(?:The answer is|####)\s*:?\s*(\$?[-+]?[\d,]*\.?\d+)", re.IGNORECASE)
-_TOKEN = re.compile(r"[-+]?\$?[\d.,]*\d[\d.,]*%?")
+_STRICT = re.compile(rf"(?:The answer is|####)\s*:?\s*\$?({NUMBER.pattern})", re.IGNORECASE)
+_TOKEN = re.compile(rf"{NUMBER.pattern}%?")
 
 
 def gsm8k(completion_text: str, answer: Any, mode: Mode = "any", format_weight: float = 0.0) -> float:
@@ -153,13 +151,13 @@ def gsm8k(completion_text: str, answer: Any, mode: Mode = "any", format_weight: 
     """
     if mode not in ("strict", "flexible", "last_number", "any"):
         raise RewardFault(f"gsm8k has no mode {mode!r}: the modes are strict, flexible, last_number and any")
-    text = without_thinking(completion_text)
-    gold = as_number(str(answer).rpartition("####")[2])
+    text = plain_signs(without_thinking(completion_text))
+    gold = [as_number(str(each).rpartition("####")[2]) for each in accepted_answers(answer)]
     strict = _last(_STRICT, text)
     found = {"strict": strict, "flexible": _last(_TOKEN, text), "last_number": last_number(text)}
     chosen = found[mode] if mode != "any" else next(filter(None, found.values()), None)
     number = None if chosen is None else as_number(chosen)
-    if number is not None and number == gold:
+    if number is not None and number in gold:
         return 1.0
     return format_weight if strict is not None else 0.0
 

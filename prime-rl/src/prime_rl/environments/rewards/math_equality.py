@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from prime_rl.environments.rewards.text import as_number, last_boxed, last_number, without_thinking
+from prime_rl.environments.rewards.text import accepted_answers, as_number, last_boxed, last_number, without_thinking
 
 NUMERIC_DIGITS = 6
 RELATIVE_TOLERANCE = 1e-4
@@ -20,12 +20,16 @@ def math(completion_text: str, answer: Any, strict: bool = True) -> float:
     Expressions are read from LaTeX and plain text, the last `\\boxed{}` first. `strict = False` also takes numbers
     that agree to 1e-4, and percentages for fractions.
     """
-    return float(equal(without_thinking(completion_text), answer, strict=strict))
+    text = without_thinking(completion_text)
+    return float(any(equal(text, each, strict=strict) for each in accepted_answers(answer)))
 
 
 def equal(prediction: str, reference: Any, strict: bool = True) -> bool:
     """Whether the last expression of a text equals a reference. Nothing equals a reference such as "None"."""
-    reference = str(reference).strip()
+    prediction, reference = (
+        each.replace("\u2212", "-").replace("\u00a0", " ") for each in (prediction, str(reference))
+    )
+    reference = reference.strip()
     if reference.lower() in NO_ANSWERS:
         return False
     boxed = last_boxed(prediction)
@@ -57,7 +61,8 @@ def _parsed(*forms: str) -> list[Any]:
 
 
 def _same_text(one: str, other: str) -> bool:
-    plain = [re.sub(r"\s+|\\[,;! ]|\\left|\\right|\$", "", each).lower() for each in (one, other)]
+    # A space between digits stays: 2 1/2 is not 21/2.
+    plain = [re.sub(r"\\left|\\right|\$|(?<!\d)\s+|\s+(?!\d)|\\[,;! ]", "", each).lower() for each in (one, other)]
     return bool(plain[0]) and plain[0] == plain[1]
 
 
@@ -65,7 +70,9 @@ def _numbers_agree(prediction: str, reference: str) -> bool:
     one, other = as_number(prediction), as_number(reference)
     if one is None or other is None:
         return False
-    return any(abs(one - each) <= RELATIVE_TOLERANCE * abs(each) for each in (other, other / 100, other * 100))
+    has_percent = "%" in prediction or "%" in reference
+    accepted = (other, other / 100, other * 100) if has_percent else (other,)
+    return any(abs(one - each) <= RELATIVE_TOLERANCE * abs(each) for each in accepted)
 
 
 def hendrycks_math(completion_text: str, answer: Any) -> float:
@@ -75,7 +82,9 @@ def hendrycks_math(completion_text: str, answer: Any) -> float:
     if found is None:
         phrases = re.findall(r"answer is:?\s*(.+?)(?:\.\s|\.?$)", text, flags=re.IGNORECASE | re.MULTILINE)
         found = phrases[-1] if phrases else None
-    return 0.0 if found is None else float(_same_text(found, str(answer)) or equal(found, answer))
+    if found is None:
+        return 0.0
+    return float(any(_same_text(found, str(each)) or equal(found, each) for each in accepted_answers(answer)))
 
 
 def minerva_math(completion_text: str, answer: Any) -> float:
@@ -85,8 +94,8 @@ def minerva_math(completion_text: str, answer: Any) -> float:
     formulas = re.findall(r"\$([^$]+)\$", text)
     candidates = [last_boxed(text), *sentences[-1:], *formulas[-1:]]
     found = [each for each in candidates if each] or [text]
-    gold = last_boxed(str(answer)) or str(answer)
-    return float(any(_same_text(each, gold) for each in found))
+    gold = [last_boxed(str(each)) or str(each) for each in accepted_answers(answer)]
+    return float(any(_same_text(each, one) for each in found for one in gold))
 
 
 def geometry3k(completion_text: str, answer: Any) -> float:

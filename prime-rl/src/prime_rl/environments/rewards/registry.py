@@ -75,7 +75,7 @@ REWARDS: dict[str, Registered] = {
     "minerva_math": Registered(f"{_PACKAGE}.math_equality:minerva_math", "a final answer, as Minerva's prompts ask for it, is `answer` as text"),
     "gsm8k": Registered(f"{_PACKAGE}.answers:gsm8k", "the number equals `answer`; `mode`: `strict`, `flexible`, `last_number`, `any`"),
     "allenai_gsm8k": Registered(f"{_PACKAGE}.answers:allenai_gsm8k", "the last number equals `answer`"),
-    "multiple_choice": Registered(f"{_PACKAGE}.answers:multiple_choice", "the letter or text chosen is `answer`"),
+    "multiple_choice": Registered(f"{_PACKAGE}.choices:multiple_choice", "the letter or text chosen is `answer`"),
     "numeric": Registered(f"{_PACKAGE}.units:numeric", "the number is `answer` within `rel_tol`, after conversion of units"),
     "exact_match": Registered(f"{_PACKAGE}.answers:exact_match", "the text is `answer`, or one of a list"),
     "fuzzy_match": Registered(f"{_PACKAGE}.answers:fuzzy_match", "similarity to `answer`, 0 to 1; with `threshold`, 1 or 0"),
