@@ -11,7 +11,7 @@ import signal
 from medarc_rl.completion.entry import complete
 from medarc_rl.completion.hooks import is_asked
 from prime_rl.utils.private import set_home
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 
 
 def medarc_train() -> None:
@@ -37,7 +37,7 @@ def _main_of(program: str) -> None:
         return
     set_home()
     handler = signal.getsignal(signal.SIGINT)
-    end_quietly_on_ctrl_c()
+    start_program()
     main = importlib.import_module(f"medarc_rl.{program}").main
     # Commands catch KeyboardInterrupt, which only the first handler raises.
     signal.signal(signal.SIGINT, handler)

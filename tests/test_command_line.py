@@ -268,3 +268,41 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(medarc_train.app, ["watch", str(tmp_path), "--once"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"error: {tmp_path / 'metrics.jsonl'}: Is a directory\n"
+
+
+HOSTILE = "x\x1b]52;c;aGk=\x07\x1b[2J\u202e\x9b31m"
+ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "explain {file}",
+        "sft @ {file} --dry-run --output-dir {out}",
+        "migrate {file}",
+        pytest.param("sft @ {file} --output-dir {out}", marks=pytest.mark.slow),
+    ],
+)
+def test_no_value_of_a_config_acts_on_the_terminal(words: str, tmp_path: Path) -> None:
+    file = tmp_path / "sft.toml"
+    file.write_text(f"max_steps = 5\n[model]\nname = {json.dumps(HOSTILE)}\n[data]\nname = {json.dumps(HOSTILE)}\n")
+    argv = [BIN / "medarc_train", *words.format(file=file, out=tmp_path / "out").split()]
+    # A terminal in Latin-1 takes the rest, too.
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, check=False)
+    logs = b"".join(log.read_bytes() for log in tmp_path.glob("out/logs/*.log"))
+    said = (done.stdout + done.stderr + logs).decode("latin-1")
+    assert done.returncode in (0, 1, 2)
+    assert "]52;c" in said
+    assert ACTING.search(said) is None
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("given", ["{fifo}", "{toml} --data.name {fifo}", "{toml} --data.name /dev/zero"])
+def test_a_pipe_or_a_device_is_one_line_and_not_waited_for(given: str, sft_toml: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    words = given.format(fifo=tmp_path / "pipe", toml=sft_toml).split()
+    result = CliRunner().invoke(medarc_train.app, ["sft", *words, "--output-dir", str(tmp_path / "out"), "--dry-run"])
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert result.exit_code == 2
+    assert re.match(r"error: .*(pipe|/dev/zero).*: .*a pipe or a device", line)

@@ -6,14 +6,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from prime_rl.utils.private import is_secret_name
+
 HIDDEN = "***"
 
-_SECRET_NAME = re.compile(
-    r"(?:^|[._-])(?:\w*(?:apikey|password|passwd|passphrase|secret)|auth|authorization|cookie|credentials?|headers|key|"
-    r"pass|pat|token)(?=$|[._-])",
-    re.IGNORECASE,
-)
-"""Matches a name with a part that means a secret: `api_key`, not `max_tokens` or `keys`."""
 _FLAGS = {"--auto-auth", "--no-auto-auth"}
 """Options that take no value, though their names look like secrets."""
 _REFERENCES = {"--kms-key", "--pull-secret", "--secret", "--secret-env"}
@@ -31,11 +27,6 @@ _SHORTEST = 8
 """Characters of the shortest value of a variable that is looked for in other texts."""
 _SHORTEST_LINE = 16
 """Characters of the shortest line that is looked for, of a value with several lines, such as a private key."""
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether the name of an option, key or variable means a secret."""
-    return _SECRET_NAME.search(name) is not None
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:

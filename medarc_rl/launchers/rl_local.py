@@ -14,6 +14,7 @@ from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.placement import Sharing
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.signals import start_program
 from prime_rl.watch.screens import rl_screen
 
 
@@ -43,6 +44,7 @@ def rl_local(
 
 
 def main() -> None:
+    start_program()
     config = parse_argv_or_exit(RLConfig)
     raise SystemExit(in_batch_job(lambda: rl_local(config)))
 

@@ -13,6 +13,7 @@ from prime_rl.launch.commands import SFT
 from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.signals import start_program
 from prime_rl.watch.screens import sft_screen
 
 
@@ -22,6 +23,7 @@ def sft_local(config: SFTConfig, bin_dir: Path | None = None, on_ready: Callable
 
 
 def main() -> None:
+    start_program()
     config = parse_argv_or_exit(SFTConfig)
     raise SystemExit(in_batch_job(lambda: sft_local(config)))
 

@@ -27,7 +27,7 @@ from prime_rl.run.evaluations import Following
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.errors import one_line
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 
 if TYPE_CHECKING:
     from medarc_rl.lm_eval.served import ServedModel
@@ -313,7 +313,7 @@ def _await_server(client: httpx.Client) -> None:
 
 def main() -> None:
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     signal.signal(signal.SIGTERM, lambda received, frame: sys.exit(128 + received))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -12,11 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from prime_rl.launch import Exited, LocalHost, ProcessSpec
 from prime_rl.launch.reaper import Leader, note
 
 LAUNCHER = """
@@ -334,3 +335,21 @@ def test_a_launcher_under_nohup_survives_its_terminal(launch: Launch) -> None:
     launch.expect("checkpoint")
     launch.process.send_signal(signal.SIGTERM)
     assert launch.process.wait() == 143
+
+
+@pytest.mark.parametrize("gets_service_keys", [True, False])
+def test_keys_of_other_services_reach_only_who_asks_them(
+    gets_service_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer and a server keep those of the hub, of monitors and of the launch itself."""
+    kept = ["HF_TOKEN", "MAX_TOKENS", "OURS_TOKEN", "WANDB_API_KEY"]
+    others = ["AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_API_KEY", "SSH_AUTH_SOCK"]
+    for name in {*kept, *others} - {"OURS_TOKEN"}:
+        monkeypatch.setenv(name, "value")
+    code = f"import os; print([name for name in {sorted(kept + others)} if name in os.environ])"
+    log = tmp_path / "child.log"
+    with LocalHost() as host:
+        spec = ProcessSpec("child", (sys.executable, "-c", code), log, secrets={"OURS_TOKEN": "value"})
+        host.start(replace(spec, gets_service_keys=gets_service_keys))
+        assert host.next_event(None) == Exited("child", 0)
+    assert str(sorted(kept + others * gets_service_keys)) in log.read_text()

@@ -105,6 +105,8 @@ def _found(part: Part, start: StartDir) -> Part:
             saved = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
             return _with_files(part, tuple(saved), is_saved=True)
         return _with_files(part, _files_of_split(path, part))
+    if path.exists():
+        raise StartFault(f"{place}: a pipe or a device; the rows are read more than once, so write them to a file")
     if (looks_like_path(part.name) or kind_of(path) is not None) and start.lacks(given):
         raise StartFault(f"{place}: no such file or directory{missing_advice(given, start.path)}")
     return part

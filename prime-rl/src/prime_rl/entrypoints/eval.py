@@ -12,13 +12,13 @@ from prime_rl.launch.commands import EVAL
 from prime_rl.launch.placement import Sharing
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 from prime_rl.watch.screens import eval_screen
 
 
 def main() -> None:
     """`eval @ eval.toml`. Exits with 0 if every candidate was evaluated completely."""
-    end_quietly_on_ctrl_c()
+    start_program()
     raise SystemExit(run(parse_argv_or_exit(OfflineEvalConfig)))
 
 

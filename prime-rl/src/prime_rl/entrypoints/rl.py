@@ -17,13 +17,13 @@ from prime_rl.launch.commands import RL
 from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.restarting import until_done
 from prime_rl.launch.run import launch
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 from prime_rl.watch.screens import rl_screen
 
 
 def main() -> None:
     """`rl @ rl.toml`. Exits with 0 if orchestrator and trainer both succeed, or after a dry run."""
-    end_quietly_on_ctrl_c()
+    start_program()
     raise SystemExit(until_done(partial(start, RLConfig, run), lambda line: sys.stderr.write(f"warning: {line}\n")))
 
 

@@ -14,13 +14,13 @@ from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.placement import Sharing
 from prime_rl.launch.restarting import until_done
 from prime_rl.launch.run import launch
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 from prime_rl.watch.screens import sft_screen
 
 
 def main() -> None:
     """`sft @ sft.toml`. Exits with 0 if training succeeds, or after a dry run."""
-    end_quietly_on_ctrl_c()
+    start_program()
     raise SystemExit(until_done(partial(start, SFTConfig, run), lambda line: sys.stderr.write(f"warning: {line}\n")))
 
 

@@ -21,13 +21,13 @@ from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
+from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
 def main() -> None:
     """Evaluate, print the table, and exit."""
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     write_stacks_on_signal()
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger(config.log.level, None, config.log.json_logging)

@@ -19,6 +19,7 @@ from prime_rl.history.rollouts import KeptRollout, KeptRollouts
 from prime_rl.orchestrator.scores import pass_at_k
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.logger import count_of
+from prime_rl.utils.signals import start_program
 
 _ALMOST = 1e-9
 """Tolerance of the threshold, because rewards are sums of floats."""
@@ -141,6 +142,7 @@ def write(plan: PassPlan) -> str:
 
 def main() -> None:
     """Write the table, print what it says, and exit."""
+    start_program()
     try:
         text = write(PassPlan(**json.loads(sys.argv[1])))
     except (RowsFault, OSError) as fault:

@@ -8,10 +8,12 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.signals import start_program
 
 
 def main() -> None:
     """Load the environments. Exit codes: 0 they can be used, 1 one cannot, 2 bad config."""
+    start_program()
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger("warning")
     # verifiers takes seconds to import.

@@ -23,7 +23,7 @@ from prime_rl.inference.protocol import ChatBody, RequestError
 from prime_rl.inference.rendering import in_time
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.service import Service
@@ -196,7 +196,7 @@ def _entered(model: ChatModel, plan: ChatPlan, closing: ExitStack) -> Speaker | 
 
 
 def main() -> None:
-    end_quietly_on_ctrl_c()
+    start_program()
     plan = ChatPlan.from_json(sys.argv[1])
     setup_logger("warning")
     with import_without_gc():

@@ -35,13 +35,13 @@ from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
 from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
-from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
+from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
 def main() -> None:
     """Run `inference @ inference.toml --server.port 8000`. The vLLM engine also receives all unknown options."""
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     write_stacks_on_signal()
     config = parse_argv_or_exit(InferenceConfig, allow_extras=True)
     extras = get_unknown_args()

@@ -25,7 +25,7 @@ from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
 from prime_rl.run.lifeline import start_guard
 from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.logger import PROCESS_VARIABLE
-from prime_rl.utils.private import runtime_directory
+from prime_rl.utils.private import runtime_directory, without_service_keys
 from prime_rl.utils.scratch import LAUNCH_KIND, abandoned_launches, owned_directory
 from prime_rl.utils.signals import STACKS_SIGNAL
 
@@ -166,7 +166,8 @@ class LocalHost:
         reaper.note(self.directory, scratch=str(directory))
 
     def start(self, spec: ProcessSpec) -> None:
-        env = {**os.environ, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
+        inherited = os.environ if spec.gets_service_keys else without_service_keys(os.environ)
+        env = {**inherited, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
         env[PROCESS_VARIABLE] = spec.name
         if spec.if_lost is not None:
             clear_completion(spec.if_lost)

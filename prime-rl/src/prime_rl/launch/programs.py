@@ -64,7 +64,7 @@ def inference_process(
     """An inference server: `inference`, or with a replica's number behind it. It serves until the run is complete."""
     name = replica_name(replica)
     argv = (program, "@", str(paths.config("inference")), *flags)
-    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, heartbeat=paths.heartbeat(name))
+    return _server(name, argv, paths, env, gpus)
 
 
 def frozen_process(
@@ -72,7 +72,14 @@ def frozen_process(
 ) -> ProcessSpec:
     """The server of a judge or of the teacher. It serves until the run is complete."""
     argv = (program, "@", str(paths.config(name)), *flags)
-    return ProcessSpec(name, argv, paths.log(name), _unbuffered(env), gpus=gpus, heartbeat=paths.heartbeat(name))
+    return _server(name, argv, paths, env, gpus)
+
+
+def _server(
+    name: str, argv: tuple[str, ...], paths: RunPaths, env: Mapping[str, str], gpus: tuple[str, ...]
+) -> ProcessSpec:
+    log, heartbeat = paths.log(name), paths.heartbeat(name)
+    return ProcessSpec(name, argv, log, _unbuffered(env), gets_service_keys=False, gpus=gpus, heartbeat=heartbeat)
 
 
 def orchestrator_process(paths: RunPaths, program: str, env: Mapping[str, str], *flags: str) -> ProcessSpec:
@@ -124,6 +131,7 @@ class TrainerRanks:
         return tuple(
             replace(
                 _completing(rank_name(rank), argv, paths, _unbuffered(env) | self._rank_env(rank)),
+                gets_service_keys=False,
                 gpus=gpus,
                 rank=rank,
                 relays=frozenset({signal.SIGUSR1}),

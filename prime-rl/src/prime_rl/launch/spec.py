@@ -25,6 +25,8 @@ class ProcessSpec:
     """Added to the launcher's environment."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """More environment variables, which are never printed or written to a file."""
+    gets_service_keys: bool = True
+    """Whether it inherits keys of other services, such as OPENAI_API_KEY. A trainer and a server ask none of them."""
     node: int = 0
     """Index of the node that it runs on."""
     gpus: tuple[str, ...] = ()

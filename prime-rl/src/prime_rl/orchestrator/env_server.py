@@ -22,7 +22,7 @@ from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
+from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 if TYPE_CHECKING:
     import verifiers as vf
@@ -36,7 +36,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 def main() -> None:
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     write_stacks_on_signal()
     config = parse_argv_or_exit(EnvServerConfig)
     refuse_unbuilt(config)

@@ -26,12 +26,14 @@ from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 from prime_rl.utils.signals import write_stacks_on_signal
+from prime_rl.utils.terminal import write_text_only
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.steps import Sleep
 
 
 def main() -> None:
+    write_text_only()
     write_stacks_on_signal()
     end_with_launch()
     # Exit at once: there is nothing to save until the event loop installs its own handlers.

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.utils.signals import start_program
 
 ID_LENGTH = 16
 """Hexadecimal digits of an example's fingerprint that the ledger keeps."""
@@ -312,6 +313,7 @@ def _list(numbers: Sequence[int], most: int = 10) -> str:
 
 
 def main() -> None:
+    start_program()
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.run.ledger",
         description="Says what became of the examples of an RL run. Exits with 1 if one was skipped or used twice.",

@@ -11,10 +11,12 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from typing import BinaryIO
 
 from prime_rl.utils.contents import STABLE, Contents, record_contents, write_marker
 
@@ -31,6 +33,7 @@ __all__ = [
     "missing_advice",
     "naming",
     "nearest_path",
+    "open_regular",
     "publishing_directory",
     "remove_directory",
     "replacing_directory",
@@ -55,6 +58,25 @@ _DISK_FAULTS = {
     errno.EROFS: "the disk is read-only",
     errno.EIO: "the disk failed",
 }
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Opening a pipe waits for its writer, and a device may have no end: both are refused.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe, a socket or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "a pipe or a device; write its text to a file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def disk_fault(error: BaseException) -> str | None:

@@ -13,6 +13,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from prime_rl.utils.terminal import escaped, stream_behind
+
 ATTEMPT_VARIABLE = "RUN_ATTEMPT"
 """Environment variable of a launch's processes: the number of the attempt."""
 
@@ -32,7 +34,6 @@ _COLOURS = {
     "CRITICAL": "\033[31m",
 }
 _RESET = "\033[0m"
-_COLOR = re.compile("\033\\[[0-9;:]*m")
 
 
 class TextFormatter(logging.Formatter):
@@ -47,10 +48,10 @@ class TextFormatter(logging.Formatter):
         level = f"{record.levelname:>7}"
         if self.colour and record.levelname in _COLOURS:
             level = f"{_COLOURS[record.levelname]}{level}{_RESET}"
-        line = f"{clock} {level} {record.getMessage()}"
+        line = f"{clock} {level} {escaped(record.getMessage())}"
         if record.levelno <= logging.DEBUG:
             line += f" [{record.filename}::{record.lineno}]"
-        return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
+        return line if not record.exc_info else f"{line}\n{escaped(self.formatException(record.exc_info))}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -82,7 +83,7 @@ def readable(line: str) -> str:
     Colours are dropped, and other control characters are spelled out. Of a line that rewrites itself, such as a
     progress bar, the last version stays.
     """
-    return _without_controls(_text_of(line))
+    return escaped(_text_of(line)).replace("\r", "\\r")
 
 
 def _text_of(line: str) -> str:
@@ -95,11 +96,6 @@ def _text_of(line: str) -> str:
         return f"{text}\n{entry['exception']}" if "exception" in entry else text
     except (ValueError, TypeError, KeyError, RecursionError):  # another program's line, or one that was cut off
         return line
-
-
-def _without_controls(text: str) -> str:
-    plain = _COLOR.sub("", text)
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in plain)
 
 
 class _StreamHandler(logging.StreamHandler[StreamT]):
@@ -153,7 +149,7 @@ def setup_logger(level: str, log_file: Path | None = None, json_logging: bool = 
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    handlers: list[logging.Handler] = [_StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [_StreamHandler(stream_behind(sys.stdout))]
     if log_file is not None:
         try:
             log_file.parent.mkdir(parents=True, exist_ok=True)

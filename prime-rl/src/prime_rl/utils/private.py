@@ -1,8 +1,9 @@
-"""Directories that only this user can read."""
+"""Directories that only this user can read, and variables that hold secrets."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,3 +74,23 @@ def private_directory(directory: Path) -> Path:
     if found.st_mode & 0o077:
         raise NotPrivate(f"{directory} can be entered by other users: run `chmod 700 {directory}`")
     return directory
+
+
+_SECRET_NAME = re.compile(
+    r"(?:^|[._-])(?:\w*(?:apikey|password|passwd|passphrase|secret)|auth|authorization|cookie|credentials?|headers|key|"
+    r"pass|pat|token)(?=$|[._-])",
+    re.IGNORECASE,
+)
+"""Matches a name with a part that means a secret: `api_key`, not `max_tokens` or `keys`."""
+_OURS = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "MLFLOW_", "PRIME_", "SWANLAB_", "VLLM_", "WANDB_")
+"""Beginnings of variables that trainers and servers read: those of the hub, of monitors and of the engine."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the name of an option, key or variable means a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def without_service_keys(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without variables whose names mean a secret, except those of the hub, monitors and the engine."""
+    return {name: value for name, value in env.items() if name.startswith(_OURS) or not is_secret_name(name)}

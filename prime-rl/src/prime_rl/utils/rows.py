@@ -45,7 +45,11 @@ def kind_of(path: Path) -> str | None:
 
 def files_of_split(directory: Path, split: str) -> tuple[Path, ...]:
     """The files of rows in a directory or its `data` whose names begin with the split; for `train`, or else all."""
-    files = sorted(path for path in [*directory.glob("*"), *directory.glob("data/*")] if kind_of(path) is not None)
+    files = sorted(
+        path
+        for path in [*directory.glob("*"), *directory.glob("data/*")]
+        if kind_of(path) is not None and path.is_file()
+    )
     named = [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]
     return tuple(named or (files if split == "train" else []))
 

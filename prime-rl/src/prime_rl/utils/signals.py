@@ -1,4 +1,4 @@
-"""Signals that all programs handle alike: Ctrl-C before they handle it themselves, and a request for their stacks."""
+"""The start of every program: Ctrl-C ends it quietly, its output is text, and a signal shows its stacks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from prime_rl.utils.terminal import write_text_only
+
 STACKS_SIGNAL = signal.SIGUSR2
 STDERR = 2
 
 
-def end_quietly_on_ctrl_c() -> None:
-    """Let Ctrl-C end this process without a traceback, unless SIGINT is ignored. A later handler replaces this."""
+def start_program() -> None:
+    """Call it first in a program: Ctrl-C ends it without a traceback, and its output is text only.
+
+    Where SIGINT is ignored, it stays ignored. A handler that is set later replaces this one.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    write_text_only()
 
 
 def write_stacks_on_signal() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from prime_rl.environments.judging.rubric import MAX_TOKENS, Case, RubricFault, RubricJudge, read_cases, score
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
 from prime_rl.utils.errors import one_line
+from prime_rl.utils.signals import start_program
 
 _FAIR = 0.4
 """Below this value of Cohen's kappa, Landis and Koch (1977) call an agreement fair or slight."""
@@ -105,6 +106,7 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     """Print the agreement. Exit codes: 0 measured, 1 the judge does not answer, 2 bad file."""
+    start_program()
     parser = argparse.ArgumentParser(prog="agreement", description=__doc__)
     parser.add_argument("cases", type=Path, help="JSON lines in HealthBench's format, with graded answers")
     parser.add_argument("--model", required=True, help="the judge, under the name that its server knows")

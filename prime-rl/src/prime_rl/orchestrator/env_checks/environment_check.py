@@ -19,10 +19,12 @@ from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.run.lifeline import end_with_launch
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.signals import start_program
 
 
 def main() -> None:
     """Check one environment. Ends with 0 once everything is reported."""
+    start_program()
     descriptor, request = int(sys.argv[1]), json.loads(sys.argv[2])
     os.set_inheritable(descriptor, False)
     end_with_launch()

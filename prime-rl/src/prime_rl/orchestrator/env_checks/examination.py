@@ -23,6 +23,7 @@ from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.signals import start_program
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.workers.environment import Environment
@@ -184,6 +185,7 @@ def _rows(environment: Environment) -> Iterator[int]:
 
 def main() -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
+    start_program()
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     setup_logger("warning")

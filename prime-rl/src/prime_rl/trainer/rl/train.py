@@ -17,13 +17,13 @@ from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
+from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
 def main() -> None:
     """Load the config and train. Exits with status 0 only if the run is complete."""
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     write_stacks_on_signal()
     config = parse_argv_or_exit(TrainerConfig)
     refuse_unbuilt(config)

@@ -35,7 +35,7 @@ from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.trainer.sft.epochs import steps_of
 from prime_rl.utils.logger import count_of, get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c
+from prime_rl.utils.signals import start_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ _SHOWN_FAULTS = 20
 def main() -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
     setup_logger("warning")

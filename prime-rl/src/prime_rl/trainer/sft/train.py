@@ -9,13 +9,13 @@ from prime_rl.run.lifeline import end_with_launch
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
-from prime_rl.utils.signals import end_quietly_on_ctrl_c, write_stacks_on_signal
+from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
 def main() -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by a signal."""
     end_with_launch()
-    end_quietly_on_ctrl_c()
+    start_program()
     write_stacks_on_signal()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from prime_rl.utils.errors import ConfigError
+from prime_rl.utils.files import open_regular
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
 from prime_rl.utils.pydantic_config.raw import data_fault
 from prime_rl.utils.pydantic_config.schema import Section, is_boolean_flag
@@ -47,7 +48,7 @@ def read_text(path: Path) -> str:
         ConfigError: the file is missing, unreadable, too large or not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) <= MAX_FILE_BYTES:
             # Editors on Windows begin a file with a byte order mark.
@@ -60,7 +61,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         fault = f"not UTF-8 text (byte {error.start})"
     except OSError as error:
-        fault = f"cannot be read ({os.strerror(error.errno or 0)})"
+        fault = f"cannot be read ({error.strerror})"
     raise ConfigError([f"{path}: {fault}"])
 
 
