@@ -139,6 +139,18 @@ def test_base_and_checkpoints_are_evaluated_and_a_broken_one_stops_no_other(
     assert record["eval/vowels/completion_len/mean"] <= 8
 
 
+def test_scores_that_are_all_0_are_explained_in_the_last_lines(
+    command: Command, server_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text('question,answer\nWhich?,"[""aspirin"", ""ibuprofen""]"\nAnd?,B\n')
+    arguments = json.dumps({"rows": {"datasets": [{"path": str(tmp_path / "rows.csv")}]}})
+    options = ["--client.base-url", server_url, "--environment-ids", "rows", "--environment-args", arguments]
+    done = command.run(*options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines()[-5:] if "base | rows | all 2 scores are 0: " in line]
+    assert "exact_match (compares the whole reply with the answer)" in line or "cut off" in line
+
+
 def test_a_thread_that_environment_code_leaves_behind_does_not_keep_the_evaluation_from_ending(
     command: Command, server_url: str
 ) -> None:

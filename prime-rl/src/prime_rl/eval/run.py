@@ -29,7 +29,7 @@ from prime_rl.orchestrator.leaks import Overlap, tell
 from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
-from prime_rl.orchestrator.scores import eval_metrics, score_titles, unscored_line
+from prime_rl.orchestrator.scores import eval_metrics, score_titles, unscored_line, zero_line
 from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
@@ -89,6 +89,8 @@ class Evaluation:
     reported: MetricLog
     rows: list[CandidateScores] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    zeros: list[str] = field(default_factory=list)
+    """Why every score of a candidate in an environment is 0. Told last, below the table."""
 
     async def run(self, candidates: Sequence[Candidate]) -> None:
         own_beats().started()
@@ -198,6 +200,8 @@ class Evaluation:
         get_logger().log(SUCCESS, f"{candidate} | {of_env.name} | {_scores(metrics)}")
         if line := unscored_line(rollouts):
             get_logger().warning(f"{candidate} | {of_env.name} | {line}")
+        if line := zero_line(rollouts, of_env.environment):
+            self.zeros.append(f"{candidate} | {of_env.name} | {line}")
         if failed:
             self._fail(
                 f"{candidate}, {of_env.name}: {len(failed)} of {len(wanted)} rollouts failed, "
@@ -387,6 +391,8 @@ def _tell(evaluation: Evaluation, paths: EvalPaths) -> None:
         print_table(evaluation.rows)
         write_summary(evaluation.rows, paths.summary)
         get_logger().info(f"{len(evaluation.results)} rollouts in {paths.results}")
+    for line in evaluation.zeros:
+        get_logger().warning(line)
     for failure in evaluation.failures:
         get_logger().error(f"Not evaluated in full: {failure}")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.utils.errors import one_line
@@ -15,6 +16,7 @@ from prime_rl.utils.logger import count_of
 if TYPE_CHECKING:
     # `eval.passk` needs only `pass_at_k`; this module imports verifiers.
     from prime_rl.orchestrator.rollouts.attempts import Outcome
+    from prime_rl.orchestrator.workers.environment import Environment
 
 
 def eval_metrics(
@@ -129,6 +131,26 @@ def has_response(rollout: Rollout) -> bool:
 def reward_error_share(rollouts: Sequence[Rollout]) -> float:
     """Fraction of rollouts with a reward function that failed. Such rollouts are scored, but not trained on."""
     return statistics.fmean(bool(rollout.reward_errors) for rollout in rollouts)
+
+
+def zero_line(rollouts: Sequence[Rollout], environment: Environment) -> str | None:
+    """A line on why every score is 0, and which reward fits the replies; None if some score is not 0."""
+    if not rollouts or any(rollout.reward or rollout.reward_errors for rollout in rollouts):
+        return None
+    from prime_rl.environments.rewards.fitting import Reply, why_all_zero
+    from prime_rl.environments.rewards.text import text_of
+
+    def columns(row: int) -> dict[str, Any]:
+        content = environment.content(row) if environment.num_rows is not None else {}
+        info = content.get("info")
+        info = json.loads(info) if isinstance(info, str) and info.startswith("{") else info
+        return {**info, **content} if isinstance(info, Mapping) else content
+
+    replies = [
+        Reply(text_of(rollout.completion, "assistant"), columns(rollout.example.row), rollout.is_truncated)
+        for rollout in rollouts
+    ]
+    return why_all_zero(replies, [name for name, weight in environment.reward_functions.items() if weight])
 
 
 def unscored_line(rollouts: Sequence[Rollout]) -> str | None:
