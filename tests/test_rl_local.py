@@ -167,6 +167,16 @@ def waiting_stage(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
+def test_a_run_that_learned_nothing_says_so_last(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = "Nothing was learned: in all 3 steps, every advantage was 0. Read some: medarc_train rollouts out"
+    said = f"print('12:00:00 WARNING {verdict}', flush=True)"
+    monkeypatch.setenv("DO_ORCHESTRATOR", f"{os.environ['DO_ORCHESTRATOR']}\n{said}")
+    assert stage.launch(stage.config()) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"warning: {verdict}"
+
+
 def test_a_run_shows_each_step_and_ends_with_what_it_learned(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage.launch(stage.config()) == 0
     stdout, stderr = capsys.readouterr()

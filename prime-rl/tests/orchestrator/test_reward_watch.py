@@ -16,13 +16,14 @@ from datasets import Dataset
 
 from prime_rl.orchestrator.reports.reward_watch import (
     WINDOW_STEPS,
+    AnswerLimits,
     EqualRewards,
     PartTrend,
     RewardWatch,
     TruncatedRollouts,
 )
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
-from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.workers.in_memory import reward_functions
 
 Series = Callable[[int, random.Random], tuple[float, float]]
@@ -66,12 +67,60 @@ def test_groups_of_one_rollout_are_named_as_the_reason() -> None:
 def test_steps_in_which_most_answers_are_cut_off_are_warned_of_once() -> None:
     whole = rollouts(0.0, 1.0)
     cut = [replace(each, is_truncated=True) for each in whole]
-    watch = TruncatedRollouts("orchestrator.seq_len = 20")
+    watch = TruncatedRollouts(AnswerLimits(room="orchestrator.seq_len = 20"))
     warning = watch.observe(cut + whole + cut)
     assert warning == "4 of 6 rollouts were cut off, so most answers have no end (orchestrator.seq_len = 20)"
     others = [watch.observe(batch) for batch in (cut, whole + cut, cut, *[whole] * 5)]
     assert others == [None] * 8
     assert watch.observe(cut) is not None
+
+
+LIMITS = AnswerLimits(40, 128, "orchestrator.seq_len = 128")
+
+
+def cut_off(prompt: int, answer: int, finish_reason: str | None = "length") -> Rollout:
+    call = ModelCall(
+        Prompt.of([1] * prompt), [1] * answer, [-1.0] * answer, [True] * answer, CallDetails((), finish_reason)
+    )
+    return replace(rollouts(0.0)[0], trace=TokenTrace([call]), is_truncated=True)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "limit"),
+    [
+        (cut_off(10, 40), "orchestrator.sampling.max_tokens = 40"),
+        (cut_off(100, 28), "orchestrator.seq_len = 128"),
+        (cut_off(10, 4), "a max_tokens of 4 that environment or agent 'letters' sets itself: raise it there"),
+        (cut_off(10, 4, "stop"), "orchestrator.sampling.max_tokens = 40, orchestrator.seq_len = 128"),
+    ],
+)
+def test_the_limit_that_cut_an_answer_off_is_named(rollout: Rollout, limit: str) -> None:
+    (warning,) = RewardWatch({}, LIMITS).observe(0, [Group([rollout] * 2)])
+    assert warning.endswith(f"so most answers have no end ({limit})")
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([ZERO] * 3, "Nothing was learned: in all 3 steps, every advantage was 0, because all rewards were 0;"),
+        ([ZERO] * 3, "no answer was right, or none had the format that the reward functions read"),
+        ([[cut_off(10, 4)] * 4] * 2, "100% of the answers were cut off (a max_tokens of 4 that environment"),
+        ([rollouts(1.0, 1.0)] * 2, "because all rewards were 1"),
+        ([rollouts(0.0, 1.0, advantage=0.0)] * 2, "because the rewards in each group were equal"),
+        ([GOOD, ZERO, ZERO], "Little was learned: in 2 of 3 steps, every advantage was 0"),
+        ([ZERO], "Read some answers: medarc_train rollouts outputs/run"),
+        ([GOOD, GOOD, ZERO], None),
+        ([], None),
+    ],
+)
+def test_a_run_that_could_learn_nothing_ends_with_the_reason(batches: list[list[Rollout]], words: str | None) -> None:
+    watch = RewardWatch({"letters": {}}, LIMITS)
+    for step, batch in enumerate(batches):
+        watch.observe(
+            step, [Group([replace(each, advantage=each.advantage if batch is GOOD else 0.0)]) for each in batch]
+        )
+    verdict = watch.lessons.verdict(Path("outputs/run"))
+    assert (verdict is None) if words is None else (words in (verdict or ""))
 
 
 def test_small_batches_are_warned_of_once_32_rollouts_in_a_row_are_equal() -> None:
@@ -241,7 +290,8 @@ def test_a_run_reports_the_parts_of_its_reward_and_warns_of_the_one_that_falls(
     assert (records[0]["reward_parts/reversed_text"], records[0]["reward_parts/one_letter"]) == (0.0, 1.0)
     assert (records[-1]["reward_parts/reversed_text"], records[-1]["reward_parts/one_letter"]) == (1.0, 0.0)
     assert "reward_parts/characters" not in records[0]
-    warnings = re.findall(r"WARNING (.*)", log)
+    *warnings, verdict = re.findall(r"WARNING (.*)", log)
+    assert re.match(r"(Nothing|Little) was learned: ", verdict)
     assert [re.match(r"Step (\d+): (all \d+ rewards|reward function '\w+')", line).groups() for line in warnings] == [
         ("7", "all 32 rewards"),
         ("39", "reward function 'one_letter'"),

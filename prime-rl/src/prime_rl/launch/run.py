@@ -70,6 +70,9 @@ class Screen(Protocol):
     def summary(self, succeeded: bool) -> str | None:
         """What the run did, in one line. None adds nothing to what the processes have printed."""
 
+    def verdict(self) -> str | None:
+        """A warning that the user must not miss, such as that nothing was learned. It is the last line of the run."""
+
     def has_shown(self, child: str) -> bool:
         """Whether the log of a child was shown, so that an error need not repeat its end."""
 
@@ -342,6 +345,9 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
         log.note(line)
         _write(sys.stderr.write, f"{line}\n")
     if outcome.succeeded:
+        if (verdict := screen.verdict()) is not None:
+            log.note(f"warning: {verdict}")
+            _write(sys.stderr.write, f"warning: {verdict}\n")
         return
     known = outcome.failed is not None and screen.has_shown(outcome.failed)
     message = outcome.message if known else outcome.report()

@@ -30,7 +30,7 @@ from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.leaks import overlap, tell
 from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
-from prime_rl.orchestrator.reports.reward_watch import RewardWatch
+from prime_rl.orchestrator.reports.reward_watch import AnswerLimits, RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.reports.sessions import traced_ledger
 from prime_rl.orchestrator.scheduling.buffer import Buffer
@@ -180,6 +180,11 @@ async def _run(
         )
         background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.loop_delay.measure()]
         await _run_steps(steps, progress, background)
+        # A teacher's log-probabilities teach without advantages.
+        if reward_watch is not None and config.teacher_model is None and not config.bench:
+            verdict = reward_watch.lessons.verdict(run.root)
+            if verdict is not None:
+                get_logger().warning(verdict)
         if direct is not None:
             direct.close()
 
@@ -354,11 +359,10 @@ def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Env
     )
 
 
-def answer_limits(config: OrchestratorConfig) -> str:
-    """Names of the limits that end an answer early."""
-    tokens = config.sampling.max_tokens
-    own = [] if tokens is None else [f"orchestrator.sampling.max_tokens = {tokens}"]
-    return ", ".join([*own, Room.of(config).limit])
+def answer_limits(config: OrchestratorConfig) -> AnswerLimits:
+    """The limits that end an answer early."""
+    room = Room.of(config)
+    return AnswerLimits(config.sampling.max_tokens, room.tokens, room.limit)
 
 
 def make_evaluator(

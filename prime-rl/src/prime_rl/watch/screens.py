@@ -108,6 +108,7 @@ def display_for(stream: TextIO, reader: Reader) -> Display:
 
 LOOK_EVERY_S = 0.25
 _LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
+_VERDICT = re.compile(r"(Nothing|Little) was learned: .*")
 _WARNING = re.compile(r"^\d{2}:\d{2}:\d{2}\s+WARNING\s")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _STEP_LINE = re.compile(r"\bStep \d+ \| ")
@@ -126,6 +127,8 @@ class Watcher:
         self._said: SimpleQueue[str] = SimpleQueue()
         self._ready: set[str] = set()
         self._started_s = time.monotonic()
+        self.verdict: str | None = None
+        """The orchestrator's last line on a run that taught nothing."""
 
     def say(self, text: str) -> None:
         self._said.put(text)
@@ -154,6 +157,8 @@ class Watcher:
         if is_replica(name) and name not in self._ready and re.search(r"\bready\b", words, re.IGNORECASE):
             self._ready.add(name)
             self._display.line(f"{name} is ready after {clock(time.monotonic() - self._started_s)}")
+        if name == "orchestrator" and (verdict := _VERDICT.search(words)):
+            self.verdict = verdict.group()  # repeated as the last line of the run, where people look
         # A finished step is shown with its reward, which only the metrics contain.
         is_trainers = name == "trainer" and not _STEP_LINE.search(words)
         if is_trainers or (name == "orchestrator" and _WARNING.match(_ANSI.sub("", line))):
@@ -218,6 +223,9 @@ class LogScreen:
     def summary(self, succeeded: bool) -> str | None:
         return f"Done: {self.job.command} in {self.job.paths.root}" if succeeded else None
 
+    def verdict(self) -> str | None:
+        return None
+
     def has_shown(self, child: str) -> bool:
         return child == self.child
 
@@ -234,6 +242,9 @@ class RunScreen:
 
     def summary(self, succeeded: bool) -> str:
         return self.watcher.progress.summary(time.monotonic() - self.started_s)
+
+    def verdict(self) -> str | None:
+        return self.watcher.verdict
 
     def has_shown(self, child: str) -> bool:
         return False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, variance
 
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
@@ -14,6 +16,8 @@ MIN_ROLLOUTS = 32
 """Number of rollouts without a difference in a row that is worth a warning."""
 RECOVERY_STEPS = 5
 """Number of good steps in a row that end a stretch of bad ones."""
+NOTHING_LEARNED, LITTLE_LEARNED = "Nothing was learned", "Little was learned"
+"""First words of the last line of a run without advantages, which the launcher repeats at its end."""
 WINDOW_STEPS = 20
 MIN_FALL = 0.1
 """Fall of a part that is worth a warning, as a fraction of its highest mean over a window."""
@@ -34,12 +38,41 @@ def reward_parts(rollouts: Sequence[Rollout], parts: RewardParts) -> dict[str, d
     return {env: {name: fmean(each) for name, each in of_env.items()} for env, of_env in values.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """The limits of this run that end an answer early."""
+
+    max_tokens: int | None = None
+    """`orchestrator.sampling.max_tokens`."""
+    room_tokens: int = sys.maxsize
+    """Longest prompt with its answer."""
+    room: str = "their length limit"
+    """What sets `room_tokens`, for messages."""
+
+    def __str__(self) -> str:
+        own = [] if self.max_tokens is None else [f"orchestrator.sampling.max_tokens = {self.max_tokens}"]
+        return ", ".join([*own, self.room])
+
+    def which(self, rollout: Rollout) -> str:
+        """The limit that cut a rollout off. Both of ours, if its calls do not tell."""
+        call = next((call for call in reversed(rollout.trace.calls) if call.details.finish_reason == "length"), None)
+        if call is None:
+            return str(self)
+        count = len(call.completion_ids)
+        if self.max_tokens is not None and count >= self.max_tokens:
+            return f"orchestrator.sampling.max_tokens = {self.max_tokens}"
+        if len(call.prompt_ids) + count >= self.room_tokens - 1:
+            return self.room
+        env = rollout.example.env
+        return f"a max_tokens of {count} that environment or agent {env!r} sets itself: raise it there"
+
+
 class RewardWatch:
     """Looks at the rewards of every step."""
 
-    def __init__(self, parts: RewardParts, limits: str = "their length limit") -> None:
-        """`limits` names the limits that end an answer early."""
+    def __init__(self, parts: RewardParts, limits: AnswerLimits = AnswerLimits()) -> None:
         self.parts = parts
+        self.lessons = Lessons(limits)
         self._cuts = TruncatedRollouts(limits)
         self._group_size = 0
         self._equal = {env: EqualRewards() for env in parts}
@@ -48,6 +81,7 @@ class RewardWatch:
     def observe(self, step: int, groups: Sequence[Group]) -> list[str]:
         """Returns warnings: one at the start of each stretch of steps with the same trouble in one environment."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        self.lessons.observe(rollouts, reward_parts(rollouts, self.parts))
         self._group_size = max((len(group.rollouts) for group in groups), default=0)
         warnings = []
         if (words := self._cuts.observe(rollouts)) is not None:
@@ -69,6 +103,68 @@ class RewardWatch:
                 yield fall.describe(name, weight)
 
 
+@dataclass(slots=True)
+class Lessons:
+    """Counts the steps that could teach the policy anything, for the last line of a run that could not."""
+
+    limits: AnswerLimits
+    steps: int = 0
+    taught: int = 0
+    """Steps in which a rollout had an advantage other than 0."""
+    rollouts: int = 0
+    silent: int = 0
+    """Rollouts without a token that could be trained on."""
+    cut: Counter[str] = field(default_factory=Counter)
+    """Rollouts that were cut off, by the limit."""
+    rewards: set[float] = field(default_factory=set)
+    """Some of the different rewards: two are enough to tell that they differ."""
+    part_sums: Counter[str] = field(default_factory=Counter)
+    """Sum over steps of the mean of each reward function."""
+    part_steps: Counter[str] = field(default_factory=Counter)
+
+    def observe(self, rollouts: Sequence[Rollout], parts: Mapping[str, Mapping[str, float]]) -> None:
+        self.steps += 1
+        self.taught += any(
+            rollout.trains and (rollout.advantage or any(rollout.call_advantages or ())) for rollout in rollouts
+        )
+        self.rollouts += len(rollouts)
+        self.silent += sum(not rollout.trains for rollout in rollouts)
+        self.cut.update(self.limits.which(rollout) for rollout in rollouts if rollout.is_truncated)
+        for rollout in rollouts:
+            if len(self.rewards) < 2:
+                self.rewards.add(rollout.reward)
+        for name, value in ((name, value) for each in parts.values() for name, value in each.items()):
+            self.part_sums[name] += value
+            self.part_steps[name] += 1
+
+    def verdict(self, run: Path) -> str | None:
+        """One line if no step taught anything, or most of them did not; otherwise None."""
+        if 2 * self.taught >= self.steps:
+            return None
+        what = (
+            f"{NOTHING_LEARNED}: in all {self.steps} steps, every advantage was 0"
+            if not self.taught
+            else f"{LITTLE_LEARNED}: in {self.steps - self.taught} of {self.steps} steps, every advantage was 0"
+        )
+        return f"{what}, because {'; '.join(self._reasons())}. Read some answers: medarc_train rollouts {run}"
+
+    def _reasons(self) -> Iterator[str]:
+        if len(self.rewards) == 1:
+            yield f"all rewards were {next(iter(self.rewards)):g}"
+        else:
+            yield "the rewards in each group were equal"
+        cut = self.cut.total()
+        if 10 * cut >= self.rollouts:
+            yield f"{cut / self.rollouts:.0%} of the answers were cut off ({self.cut.most_common(1)[0][0]})"
+        if 10 * self.silent >= self.rollouts:
+            yield f"{self.silent / self.rollouts:.0%} of the rollouts failed or were filtered out"
+        means = {name: total / self.part_steps[name] for name, total in self.part_sums.items()}
+        if len(means) > 1:
+            yield "the means of the reward functions were " + ", ".join(f"{k} {v:.3g}" for k, v in means.items())
+        if not any(means.values()) and 10 * cut < self.rollouts:
+            yield "no answer was right, or none had the format that the reward functions read"
+
+
 class Stretch:
     """A stretch of bad steps, which is worth one warning. `RECOVERY_STEPS` good steps in a row end it."""
 
@@ -86,17 +182,18 @@ class Stretch:
 class TruncatedRollouts:
     """Finds stretches of steps in which most answers are cut off."""
 
-    def __init__(self, limits: str) -> None:
+    def __init__(self, limits: AnswerLimits) -> None:
         self._limits = limits
         self._stretch = Stretch()
 
     def observe(self, rollouts: Sequence[Rollout]) -> str | None:
         """Returns a warning in the first step of a stretch."""
-        cut = sum(rollout.is_truncated for rollout in rollouts)
-        if not self._stretch.observe(is_good=2 * cut <= len(rollouts)):
+        cut = [rollout for rollout in rollouts if rollout.is_truncated]
+        if not self._stretch.observe(is_good=2 * len(cut) <= len(rollouts)):
             return None
         self._stretch.has_warned = True
-        return f"{cut} of {len(rollouts)} rollouts were cut off, so most answers have no end ({self._limits})"
+        limit = Counter(map(self._limits.which, cut)).most_common(1)[0][0]
+        return f"{len(cut)} of {len(rollouts)} rollouts were cut off, so most answers have no end ({limit})"
 
 
 class EqualRewards:
