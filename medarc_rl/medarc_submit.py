@@ -26,7 +26,7 @@ from medarc_rl.backends.options import (
 from medarc_rl.backends.protocol import OPTIONS, Kind, Prepared, Request, backend
 from medarc_rl.cli import Group, Lazy, Resume, new_app, resume_words, say, warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.log import JobLog, JobRecord, circumstances, config_files, record_job
+from medarc_rl.jobs import JobLog, JobRecord, circumstances, config_files, record_job
 
 if TYPE_CHECKING:
     from medarc_rl.utils import ConfigT, GivenConfig

@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, Lazy | Group] = {
     ),
     "chat": Lazy("medarc_rl.commands.chat:chat", "Chat with trained weights."),
     "watch": Lazy(
-        "medarc_rl.commands.watching:watch",
+        "medarc_rl.commands.runs:watch",
         "Watch a run until it ends: state, step, metrics, what each process does, last warnings.",
     ),
     "report": Lazy(
@@ -47,11 +47,11 @@ COMMANDS: Mapping[str, Lazy | Group] = {
         "Show kept rollouts of a run: `rollouts RUN --step 20 --worst 5`.",
     ),
     "trace": Lazy(
-        "medarc_rl.commands.tracing:trace",
+        "medarc_rl.commands.runs:trace",
         "Merge what the processes of a run recorded with [trace] into one timeline for Perfetto.",
     ),
     "upload": Lazy(
-        "medarc_rl.commands.uploading:upload",
+        "medarc_rl.commands.runs:upload",
         "Upload what S3 lacks of a run: metrics, logs, checkpoints, weights, kept rollouts, receipts.",
     ),
     "lm-eval": Lazy(
@@ -71,7 +71,7 @@ COMMANDS: Mapping[str, Lazy | Group] = {
                 options="medarc_rl.environments.options:NewOptions",
             ),
             "check": Lazy(
-                "medarc_rl.environments.checking:check",
+                "medarc_rl.environments.trying:check",
                 "Look at an environment's dataset, and try its rewards on scripted answers: `env check medqa`.",
                 options="medarc_rl.environments.options:CheckOptions",
             ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import signal
 
-from medarc_rl.completion.entry import complete
+from medarc_rl.completion.answers import complete
 from medarc_rl.completion.hooks import is_asked
 from prime_rl.utils.private import set_home
 from prime_rl.utils.signals import start_program

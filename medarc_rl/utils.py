@@ -14,8 +14,8 @@ from medarc_rl.backends.slurm.queue import refuse_if_queued
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, NothingToDo, UsageError
 from medarc_rl.explain.origins import OURS, Explained, explained_config
-from medarc_rl.explain.record import record_origins
 from medarc_rl.explain.screen import table
+from medarc_rl.explain.sources import record_origins
 from medarc_rl.migrate.draft import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.areal.launched import Launcher

@@ -17,11 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
-from medarc_rl.completion.answers import answers
-from medarc_rl.completion.entry import bash_lines, words_of_line
+from medarc_rl.completion.answers import answers, bash_lines, words_of_line
 from medarc_rl.completion.hooks import LINE_VARIABLE, SHELLS, VARIABLE, hook, install
 from medarc_rl.completion.table import build, cache_file
-from medarc_rl.jobs.log import JobLog, JobRecord, circumstances
+from medarc_rl.jobs import JobLog, JobRecord, circumstances
 
 BIN = Path(sys.executable).parent
 

@@ -17,9 +17,7 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_jobs
 from medarc_rl.backends import protocol
 from medarc_rl.errors import MedarcError
-from medarc_rl.jobs.following import follow_file
-from medarc_rl.jobs.log import JobLog, JobRecord, Status, circumstances
-from medarc_rl.jobs.redaction import HIDDEN, redacted, redacted_argv
+from medarc_rl.jobs import HIDDEN, JobLog, JobRecord, Status, circumstances, follow_file, redacted, redacted_argv
 
 
 def a_job(name: str = "rt", backend: str = "told", **values: object) -> JobRecord:
@@ -128,7 +126,7 @@ def test_a_log_that_is_no_file_is_one_line(tmp_path: Path) -> None:
 
 def test_submissions_at_once_all_arrive(log: JobLog) -> None:
     code = (
-        "from medarc_rl.jobs.log import JobLog, JobRecord, circumstances\n"
+        "from medarc_rl.jobs import JobLog, JobRecord, circumstances\n"
         "for n in range(10):\n"
         "    JobLog.of_user().save(JobRecord(name='n', backend='ray', id=str(n), kind='sft', config='', output='',"
         " **circumstances('x')))"

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from medarc_rl.migrate.draft import key_text, value_text
-from medarc_rl.migrate.migration import Migration, migrate
+from medarc_rl.migrate.rules import Migration, migrate
 from prime_rl.configs.surface.renamed import NEWER, OLDER, find_renamed, split_component
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
 from prime_rl.utils.tables import leaves

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medarc_rl.errors import UsageError
-from medarc_rl.migrate.migration import migrate
+from medarc_rl.migrate.rules import migrate
 from medarc_rl.migrate.text import split_statements
 from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import unbuilt_faults

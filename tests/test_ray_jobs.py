@@ -20,7 +20,7 @@ from medarc_rl.backends.ray.cluster import _end_if_asked
 from medarc_rl.backends.ray.driver import _options
 from medarc_rl.deployment import gpus_of_nodes
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.log import JobRecord, Status, circumstances
+from medarc_rl.jobs import JobRecord, Status, circumstances
 from medarc_rl.utils import GivenConfig, load_run
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_jobs, medarc_slurm
 from medarc_rl.backends.slurm.queue import accounted, status_of
-from medarc_rl.jobs.log import JobLog, Status
+from medarc_rl.jobs import JobLog, Status
 
 BIN = Path(sys.executable).parent
 

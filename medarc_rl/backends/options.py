@@ -13,7 +13,8 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 from typer import Option
 
-from medarc_rl.jobs.redaction import is_secret_name, redacted
+from medarc_rl.jobs import redacted
+from prime_rl.utils.private import is_secret_name
 
 NODE_GPUS = 8
 """GPUs of a node of our clusters."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from medarc_rl.backends.options import KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.log import JobRecord, Status
+from medarc_rl.jobs import JobRecord, Status
 
 if TYPE_CHECKING:
     from medarc_rl.deployment import GpuSplit

@@ -1,14 +1,21 @@
-"""Finds what may stand at the cursor: a pure function of the words so far, a table of the commands, and the files.
+"""Answers a shell that asks for candidates: finds what may stand at the cursor, and prints one candidate a line.
 
-Imports nothing outside the standard library, because it runs at every press of the key.
+The candidates are a pure function of the words so far, a table of the commands, and the files. Imports nothing outside
+the standard library until a command's own candidates need it, because it runs at every press of the key.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from medarc_rl.completion.hooks import LINE_VARIABLE, VARIABLE
+from medarc_rl.completion.table import load
 
 RUNS_BELOW = "outputs"
 """Where runs are by default."""
@@ -156,7 +163,7 @@ def _runs(current: str, folders: bool = True) -> Iterator[Answer]:
 def _jobs(current: str) -> Iterator[Answer]:
     """Names in the job log, newest first; keys, if a key is what was begun."""
     from medarc_rl.errors import MedarcError
-    from medarc_rl.jobs.log import LAST, JobLog
+    from medarc_rl.jobs import LAST, JobLog
 
     try:
         records, _ = JobLog.of_user().read()
@@ -185,3 +192,45 @@ def _files(begun: str, endings: tuple[str, ...] | None) -> Iterator[Answer]:
 
 def _starting(candidates: Sequence[Answer], begun: str) -> list[Answer]:
     return [each for each in candidates if each.value.startswith(begun)]
+
+
+# What a shell asks, and the lines that it gets.
+
+
+_BASH_BREAKS = re.compile(r".*[\"'@><=;|&(:]", re.DOTALL)
+"""Where bash begins a word, whatever a program takes for one."""
+_BASH_SPECIAL = re.compile(r"([^\w@%+=:,./~-])")
+
+
+def complete(program: str) -> None:
+    """Print the candidates for the words of this process."""
+    shell, line = os.environ[VARIABLE], os.environ.get(LINE_VARIABLE, "")
+    words = words_of_line(line)[1:] if shell == "bash" else sys.argv[1:]
+    found = answers(load(program), words)
+    lines = bash_lines(found, words[-1] if words else "") if shell == "bash" else described_lines(found)
+    sys.stdout.writelines(f"{each}\n" for each in lines)
+
+
+def words_of_line(line: str) -> list[str]:
+    """The words of a command line up to the cursor; the last one may be empty, or have an open quote."""
+    for closing in ("", "'", '"', "\\"):
+        lexer = shlex.shlex(f"{line}{closing}", posix=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            words = list(lexer)
+        except ValueError:
+            continue
+        return [*words, ""] if not closing and (not line or line[-1].isspace()) else words
+    return []
+
+
+def bash_lines(found: Sequence[Answer], current: str) -> Iterator[str]:
+    """Candidates without what comes before bash's own word, escaped."""
+    broken = _BASH_BREAKS.match(current)
+    cut = broken.end() if broken else 0
+    return (_BASH_SPECIAL.sub(r"\\\1", answer.value[cut:]) for answer in found)
+
+
+def described_lines(found: Sequence[Answer]) -> Iterator[str]:
+    """Value, tab, description."""
+    return (f"{answer.value}\t{answer.help}" for answer in found)

@@ -69,7 +69,7 @@ def _explanation(source: Source, options: ExplainOptions) -> int:
 
 
 def _differences(mine: Source, other: Source, as_json: bool) -> int:
-    from medarc_rl.explain.differences import difference_lines, differences
+    from medarc_rl.explain.screen import difference_lines, differences
 
     if mine.root is not other.root:
         raise UsageError(f"{other.name} is a config of {other.root.component}, not of {mine.root.component}")

@@ -36,7 +36,7 @@ def command(
     comments in the new file. Exit code: 0 if everything was carried, 1 if something was not, 2 if FILE is not a config.
     """
     # Imported here so that the other commands do not load it.
-    from medarc_rl.migrate.migration import migrate
+    from medarc_rl.migrate.rules import migrate
 
     if in_place and output is not None:
         raise UsageError("--in-place and --output exclude each other: give one")

@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from medarc_rl.errors import UsageError
-from medarc_rl.explain.differences import differences
 from medarc_rl.explain.origins import Explained, Setting
-from medarc_rl.explain.record import NAME as ORIGINS
-from medarc_rl.explain.screen import shortened
+from medarc_rl.explain.screen import differences, shortened
+from medarc_rl.explain.sources import NAME as ORIGINS
 from medarc_rl.explain.sources import Source
 from medarc_rl.report.charts import Chart, Group, Line, Section, Table, chart_of, short
 from medarc_rl.report.curves import (

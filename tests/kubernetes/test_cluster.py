@@ -18,7 +18,7 @@ from medarc_rl.backends.kubernetes.backend import Kubernetes, jobset_status, ray
 from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.errors import MedarcError
-from medarc_rl.jobs.log import JobLog, JobRecord, Status
+from medarc_rl.jobs import JobLog, JobRecord, Status
 from prime_rl.run.beats import HeartbeatWriter, clear_heartbeats
 from prime_rl.run.lock import run_lock
 

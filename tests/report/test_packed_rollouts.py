@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from report_runs import a_rollout, add_rollouts, make_run, with_tokens
 
-from medarc_rl.report import browser
-from medarc_rl.report.browser import PackedRollouts, content_text, pack_rollouts
+from medarc_rl.report import write
+from medarc_rl.report.write import PackedRollouts, content_text, pack_rollouts
 from prime_rl.history.run import RunHistory
 
 EVIL = "</script>\u2028\u0000<!--"
@@ -115,9 +115,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_long_rollouts_show_their_first_tokens(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run")
-    add_rollouts(paths, 0, [with_tokens(a_rollout("x"), ["a"] * (browser.MAX_TOKENS + 3))])
+    add_rollouts(paths, 0, [with_tokens(a_rollout("x"), ["a"] * (write.MAX_TOKENS + 3))])
     (detail,) = details(packed(tmp_path / "run"))
-    assert detail["lines"][0]["texts"] == ["<|user|>", *["a"] * (browser.MAX_TOKENS - 1)]
+    assert detail["lines"][0]["texts"] == ["<|user|>", *["a"] * (write.MAX_TOKENS - 1)]
 
 
 def test_contents_become_text() -> None:

@@ -20,16 +20,9 @@ pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sa
 from s3_server import Proxy
 
 from medarc_rl.backends.protocol import LAUNCHERS
-from medarc_rl.backends.sagemaker.aws import Aws
 from medarc_rl.backends.sagemaker.docker import LocalContainer
-from medarc_rl.backends.sagemaker.job.in_job import (
-    JobInputs,
-    child_env,
-    keep_off_s3,
-    main,
-    write_failure,
-)
-from medarc_rl.backends.sagemaker.request import JobPrefixes, S3Prefix, TrainingJob, resolved
+from medarc_rl.backends.sagemaker.in_job import JobInputs, child_env, keep_off_s3, main, write_failure
+from medarc_rl.backends.sagemaker.request import Aws, JobPrefixes, S3Prefix, TrainingJob, resolved
 from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.directory import prepare_run_dir
@@ -110,7 +103,7 @@ def test_the_container_is_started_without_the_secrets_value(stopped: Stopped) ->
 @pytest.mark.slow
 def test_the_next_container_continues(stopped: Stopped, tmp_path: Path) -> None:
     (step,) = stable_steps(stopped.run.checkpoints)
-    argv = [sys.executable, "-m", "medarc_rl.backends.sagemaker.job.in_job", "--root", str(stopped.root)]
+    argv = [sys.executable, "-m", "medarc_rl.backends.sagemaker.in_job", "--root", str(stopped.root)]
     argv += ["--local-disk", str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         lines = list(until_it_trains(run))

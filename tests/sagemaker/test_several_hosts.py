@@ -24,9 +24,8 @@ from s3_server import Proxy
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
-from medarc_rl.backends.sagemaker.aws import Aws
-from medarc_rl.backends.sagemaker.job.hosts import Rendezvous, connect, proof_of, read_line
-from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL
+from medarc_rl.backends.sagemaker.in_job import Rendezvous, connect, proof_of, read_line
+from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL, Aws
 from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.paths import RunPaths, stable_steps

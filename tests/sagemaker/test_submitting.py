@@ -17,11 +17,11 @@ from s3_server import Fault, Handler, Proxy, reset
 
 pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
 
-from medarc_rl.backends.sagemaker.aws import Aws, AwsError, Patience, calling
 from medarc_rl.backends.sagemaker.backend import LOG_GROUP, SageMaker, status_of
 from medarc_rl.backends.sagemaker.docker import ImageBuild, build_and_push
+from medarc_rl.backends.sagemaker.request import Aws, AwsError, Patience, calling
 from medarc_rl.errors import MedarcError
-from medarc_rl.jobs.log import JobLog, JobRecord
+from medarc_rl.jobs import JobLog, JobRecord
 
 QUICK = Patience(connect_s=60.0, read_s=300.0, attempts=2)
 

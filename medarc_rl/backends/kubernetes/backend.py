@@ -18,7 +18,7 @@ from medarc_rl.backends.protocol import STOPS_ITSELF, Prepared, Request, Submitt
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
-from medarc_rl.jobs.log import JobRecord, State, Status
+from medarc_rl.jobs import JobRecord, State, Status
 from prime_rl.watch.overview.words import printable
 
 MANAGER = "medarc-rl"

@@ -16,7 +16,7 @@ from medarc_rl.backends.protocol import RAY_DRIVER, Request
 from medarc_rl.cli import warn
 from medarc_rl.deployment import check_rl
 from medarc_rl.errors import UsageError
-from medarc_rl.jobs.redaction import redacted
+from medarc_rl.jobs import redacted
 from medarc_rl.utils import OwnedKeys, Run
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.storage.staging import has_s3_names

@@ -26,8 +26,7 @@ from medarc_rl.cli import warn
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
-from medarc_rl.jobs.following import log_lines
-from medarc_rl.jobs.log import JobRecord, State, Status
+from medarc_rl.jobs import JobRecord, State, Status, log_lines
 from medarc_rl.utils import (
     Run,
     check_startable,

@@ -22,15 +22,18 @@ from medarc_rl.backends.options import (
     with_variables,
 )
 from medarc_rl.backends.protocol import Prepared, Request, Submitted
-from medarc_rl.backends.sagemaker.aws import Aws, AwsError, Patience, calling, require_boto3
 from medarc_rl.backends.sagemaker.docker import ImageBuild, LocalContainer, build_and_push, require_docker
 from medarc_rl.backends.sagemaker.permissions import LOG_GROUP
 from medarc_rl.backends.sagemaker.request import (
     RUN_DIR,
+    Aws,
+    AwsError,
     FileSystem,
     JobPrefixes,
+    Patience,
     S3Prefix,
     TrainingJob,
+    calling,
     family_of,
     gpus_of,
     input_channels,
@@ -38,13 +41,14 @@ from medarc_rl.backends.sagemaker.request import (
     opaque_name,
     references,
     request_faults,
+    require_boto3,
     rule_faults,
     smallest_with,
 )
 from medarc_rl.backends.sagemaker.source_files import Staged, packed, relocated, stage
 from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.log import JobRecord, State, Status
+from medarc_rl.jobs import JobRecord, State, Status
 from medarc_rl.utils import Run
 from prime_rl.configs.areal.launched import Launcher
 from prime_rl.configs.ranges import AUTO, LATEST

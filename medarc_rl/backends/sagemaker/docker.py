@@ -19,8 +19,7 @@ from types import FrameType
 from typing import Any
 
 import medarc_rl
-from medarc_rl.backends.sagemaker.aws import EXTRA, Aws, AwsError, calling
-from medarc_rl.backends.sagemaker.request import JOB_MODULE, SOURCE_CHANNEL, TrainingJob
+from medarc_rl.backends.sagemaker.request import EXTRA, JOB_MODULE, SOURCE_CHANNEL, Aws, AwsError, TrainingJob, calling
 from medarc_rl.backends.sagemaker.source_files import Bundle, MlPaths, Staged, pack, stage
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.utils.gpus import masked_gpus, usable_gpus

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from medarc_rl.backends.options import PolicyOptions, with_variables
-from medarc_rl.backends.sagemaker.aws import Aws
 from medarc_rl.backends.sagemaker.request import (
+    Aws,
     FileSystem,
     S3Prefix,
     input_channels,

@@ -15,8 +15,7 @@ from pathlib import Path
 from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
-from medarc_rl.jobs.following import log_lines
-from medarc_rl.jobs.log import JobRecord, State, Status
+from medarc_rl.jobs import JobRecord, State, Status, log_lines
 from prime_rl.run.paths import RunPaths
 from prime_rl.watch.overview.words import printable
 

@@ -1,4 +1,4 @@
-"""The job log: one small private file for each job that this user submitted from this machine."""
+"""The job log: one small private file for each job that this user submitted from this machine, and the jobs' output."""
 
 from __future__ import annotations
 
@@ -10,18 +10,89 @@ import secrets
 import socket
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError, UsageError
-from medarc_rl.jobs.redaction import redacted_argv
 from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.files import naming
-from prime_rl.utils.private import home_directory, private_directory
+from prime_rl.utils.private import home_directory, is_secret_name, private_directory
+
+# Secrets in command lines and other texts, which the log must not hold.
+
+
+HIDDEN = "***"
+
+_FLAGS = {"--auto-auth", "--no-auto-auth"}
+"""Options that take no value, though their names look like secrets."""
+_REFERENCES = {"--kms-key", "--pull-secret", "--secret", "--secret-env"}
+"""Options whose values only name a secret, or where it is kept."""
+
+_SHAPES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|xox[a-z]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|glpat-[\w-]{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+)
+"""Matches tokens of known services."""
+_BEARER = re.compile(r"(?<=\bBearer )[^\s\"']+", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:key|secret|sig|signature|token))=[^&\s]+", re.IGNORECASE)
+_SHORTEST = 8
+"""Characters of the shortest value of a variable that is looked for in other texts."""
+_SHORTEST_LINE = 16
+"""Characters of the shortest line that is looked for, of a value with several lines, such as a private key."""
+
+
+def secrets_of(env: Mapping[str, str]) -> list[str]:
+    """The values of an environment that are secrets, as their names tell, and their lines. The longest comes first."""
+    values = [value.strip() for name, value in env.items() if is_secret_name(name)]
+    # Paths such as SSH_AUTH_SOCK are not secrets.
+    found = {value for value in values if len(value) >= _SHORTEST and not value.startswith("/")}
+    lines = {line.strip() for value in values if "\n" in value for line in value.splitlines()}
+    return sorted(found | {line for line in lines if len(line) >= _SHORTEST_LINE}, key=len, reverse=True)
+
+
+def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """A text without the tokens of known services, passwords in URLs, and values of secret variables."""
+    for value in secrets_of(env):
+        text = text.replace(value, HIDDEN)
+    for pattern in (_SHAPES, _BEARER, _USER_IN_URL):
+        text = pattern.sub(HIDDEN, text)
+    return _QUERY.sub(rf"\1={HIDDEN}", text)
+
+
+def redacted_argv(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """The words of a command line. Values of options whose names mean a secret are hidden, too."""
+    return list(_redacted_words(argv, env))
+
+
+def _redacted_words(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[str]:
+    before = ""
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if _takes_secret(before) and not word.startswith("--"):
+            yield HIDDEN
+        elif _REFERENCES & {before, option}:
+            yield redacted(word, env)
+        elif equals and is_secret_name(option):
+            yield f"{option}={HIDDEN}"
+        elif "=" in value and is_secret_name(value.partition("=")[0]):
+            # `--env=NAME=VALUE` holds two names.
+            yield f"{option}={value.partition('=')[0]}={HIDDEN}"
+        else:
+            yield redacted(word, env)
+        before = word
+
+
+def _takes_secret(option: str) -> bool:
+    """Whether the word after this option is a secret."""
+    bare = option.startswith("--") and "=" not in option
+    return bare and option not in _FLAGS | _REFERENCES and is_secret_name(option)
+
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 STATES: tuple[State, ...] = get_args(State)
@@ -267,3 +338,91 @@ def _content(file: Path) -> bytes:
             return reading.read(_MAX_BYTES + 1)
     finally:
         os.close(descriptor)
+
+
+# A job's log file, read to its end or followed until the job has ended.
+
+
+LOOK_EVERY_S = 0.5
+ASK_EVERY = 6
+"""Looks without a new line between two questions whether the job has ended."""
+_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20
+"""A longer line is cut into several."""
+
+
+def log_lines(log: Path, follow: bool, status: Callable[[], Status]) -> Iterator[str]:
+    """The lines of a job's log file. Following ends when the job does.
+
+    Raises:
+        MedarcError: there is no such file, or it cannot be read.
+    """
+    if not follow and not log.is_file():
+        found = status()
+        raise MedarcError(f"{log}: no log yet: the job is {found.state}{f': {found.detail}' if found.detail else ''}")
+    return follow_file(log, lambda: not follow or not status().goes_on)
+
+
+def follow_file(
+    path: Path, has_ended: Callable[[], bool], pause: Callable[[float], object] = time.sleep
+) -> Iterator[str]:
+    """The lines of a file. Once `has_ended` is true, the iteration ends with the lines that were written before.
+
+    The file may not exist yet, and may be replaced by a new one or cut. Raises MedarcError if it cannot be read.
+    """
+    reader, quiet = _Reader(path), 0
+    while True:
+        if (lines := reader.read()) is not None:
+            yield from lines
+            quiet = 0
+            continue
+        if quiet % ASK_EVERY == 0 and has_ended():
+            while (lines := reader.read()) is not None:
+                yield from lines
+            yield from reader.rest()
+            return
+        quiet += 1
+        pause(LOOK_EVERY_S)
+
+
+class _Reader:
+    """Reads what is new in a file, a piece at a time: a log may be larger than the memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begun = b""
+        self._file: BinaryIO | None = None
+
+    def read(self) -> list[str] | None:
+        """The whole lines of the next piece; None if there is nothing new."""
+        file = self._opened()
+        chunk = b"" if file is None else file.read(_CHUNK_BYTES)
+        if not chunk:
+            return None
+        *lines, self.begun = (self.begun + chunk).split(b"\n")
+        if len(self.begun) > _LONGEST_LINE_BYTES:
+            lines, self.begun = [*lines, self.begun], b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def rest(self) -> list[str]:
+        """The last line, if it has no end."""
+        return [self.begun.decode(errors="replace")] if self.begun else []
+
+    def _opened(self) -> BinaryIO | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return self._file
+        if self._file is not None:
+            here = os.fstat(self._file.fileno())
+            if (here.st_ino, here.st_dev) == (found.st_ino, found.st_dev) and found.st_size >= self._file.tell():
+                return self._file
+            self._file.close()
+            self.begun = b""
+        try:
+            self._file = self.path.open("rb")
+        except FileNotFoundError:
+            self._file = None
+        except OSError as error:
+            raise MedarcError(f"{self.path}: {error.strerror}") from error
+        return self._file

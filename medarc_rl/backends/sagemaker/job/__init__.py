@@ -1,1 +1,0 @@
-"""Runs inside the training job."""
