@@ -125,7 +125,7 @@ class Job:
         return step
 
     def _training(self, path: str) -> Callable[[], None]:
-        from prime_rl.configs.losses import ClipLossConfig
+        from prime_rl.configs.algorithms import ClipLossConfig
         from prime_rl.configs.trainer import AdamWConfig, ModelConfig
         from prime_rl.trainer.model.build import setup_model
         from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer

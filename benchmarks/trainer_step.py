@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prime_rl.configs.losses import DefaultLossConfig
+from prime_rl.configs.algorithms import DefaultLossConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.loss import setup_loss

@@ -9,13 +9,12 @@ from typing import Any
 from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import GivenConfig, OwnedKeys
-from prime_rl.configs.areal.grammar import AllocationError
-from prime_rl.configs.areal.keys import GPUS_PER_NODE
-from prime_rl.configs.areal.launched import with_derived_keys
+from prime_rl.configs.areal.launched import GPUS_PER_NODE, with_derived_keys
+from prime_rl.configs.areal.mode import AllocationError
 from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.frozen import frozen_judges, frozen_models
+from prime_rl.configs.rollouts.judges import frozen_judges, frozen_models
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.placement import ResourceRequest
 from prime_rl.launch.plan import eval_request, rl_request, sft_request

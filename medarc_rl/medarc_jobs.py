@@ -19,7 +19,7 @@ from medarc_rl.backends.protocol import backend
 from medarc_rl.cli import add_command_without_config, new_app, say, warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs import LAST, JobLog, JobRecord, State, Status
-from prime_rl.watch.overview.words import printable, visible
+from prime_rl.watch.progress import printable, visible
 
 CODES: Mapping[State, int] = {"succeeded": 0, "failed": 1, "cancelled": 3, "unknown": 4}
 """Exit codes of `wait`."""

@@ -147,7 +147,7 @@ def _job_kind(words: list[str]) -> tuple[str, list[str]]:
     if not files:
         raise UsageError("no config: name a TOML file, as in `check config.toml` or `check rl @ config.toml`")
     from medarc_rl.migrate.draft import names
-    from prime_rl.configs.surface.kinds import unknown_counts
+    from prime_rl.configs.surface.root import unknown_counts
     from prime_rl.utils.pydantic_config import ConfigError
     from prime_rl.utils.pydantic_config.toml_files import read_files
     from prime_rl.utils.tables import leaves

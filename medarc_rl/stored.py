@@ -13,7 +13,7 @@ from medarc_rl.errors import UsageError
 from prime_rl.configs.storage import BadS3Name, S3Name
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3
-from prime_rl.storage.restoring import RemoteRun
+from prime_rl.storage.copies import RemoteRun
 from prime_rl.storage.staging import Listing, cache_root, local_copy, staged
 from prime_rl.utils.errors import StagingRefused, StorageError
 from prime_rl.utils.private import private_directory

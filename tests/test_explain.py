@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl.explain.screen import reader_of
 from medarc_rl.medarc_train import app
-from prime_rl.configs.surface.kinds import ROOTS
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.utils.pydantic_config.schema import walk_fields
 
 BASE = """

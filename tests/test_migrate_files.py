@@ -10,8 +10,8 @@ import pytest
 from medarc_rl.errors import UsageError
 from medarc_rl.migrate.rules import migrate
 from medarc_rl.migrate.text import split_statements
-from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.utils.pydantic_config import load_config, to_toml
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -80,7 +80,7 @@ def begin_report(size: int, folder: Path) -> Action:
 
 def begin_watch(is_open: bool, size: int, folder: Path) -> Action:
     from prime_rl.history.run import RunHistory
-    from prime_rl.watch.overview.facts import Reader
+    from prime_rl.watch.facts import Reader
 
     def opened() -> Reader:
         return Reader(RunHistory.open(folder / "run"))

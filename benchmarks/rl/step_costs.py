@@ -100,7 +100,7 @@ def costs_of_trainer(out: Path, steps: int, is_bf16: bool) -> tuple[dict[str, fl
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from prime_rl.configs.losses import ClipLossConfig
+    from prime_rl.configs.algorithms import ClipLossConfig
     from prime_rl.configs.trainer import AdamWConfig, ModelConfig
     from prime_rl.trainer.kernels.product_choice import ProductChoice
     from prime_rl.trainer.model.build import setup_model

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prime_rl.checks.memory import Device, Estimate, Gpu, ModelShape
     from prime_rl.checks.memory.changes import Change, Variant
     from prime_rl.configs.rl import RLConfig
-    from prime_rl.configs.rollouts.frozen import FrozenModel
+    from prime_rl.configs.rollouts.judges import FrozenModel
     from prime_rl.configs.sft import SFTConfig
 
 Option = typer.Option
@@ -67,7 +67,7 @@ def sft_answer(
     """
     from prime_rl.checks.memory import estimate_sft
     from prime_rl.checks.memory.changes import Variant, sft_changes
-    from prime_rl.configs.rollouts.frozen import frozen_judges
+    from prime_rl.configs.rollouts.judges import frozen_judges
 
     shape = _shape(place(config.model.name), config.model.debug.num_layers)
     judges = () if config.eval is None else frozen_judges(config.eval.judge, config.device)
@@ -85,7 +85,7 @@ def rl_answer(
     """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
-    from prime_rl.configs.rollouts.frozen import frozen_models
+    from prime_rl.configs.rollouts.judges import frozen_models
 
     trained = config.trainer.model
     shape = _shape(place(trained.name), trained.debug.num_layers)

@@ -113,8 +113,8 @@ def watch(options: WatchOptions) -> int:
     from prime_rl.configs.storage import is_on_s3
     from prime_rl.history.run import RunHistory
     from prime_rl.utils.errors import UserError
-    from prime_rl.watch.overview import screen
-    from prime_rl.watch.overview.facts import Reader
+    from prime_rl.watch import overview
+    from prime_rl.watch.facts import Reader
 
     if is_on_s3(options.run) and not options.once:
         raise UsageError("RUN: a run on S3 is downloaded once, and cannot be followed: add --once")
@@ -122,18 +122,18 @@ def watch(options: WatchOptions) -> int:
         reader = Reader(RunHistory.open(local_run(options.run)))
     except UserError as error:
         raise UsageError(str(error)) from error
-    stream = screen.prepared(sys.stdout)
+    stream = overview.prepared(sys.stdout)
     try:
         if options.once:
             overview = reader.read()
             if options.json:
-                screen.print_json(overview, stream, indent=1)
+                overview.print_json(overview, stream, indent=1)
             else:
-                screen.print_once(overview, stream)
-            return screen.exit_code_of(overview)
+                overview.print_once(overview, stream)
+            return overview.exit_code_of(overview)
         if options.json:
-            return screen.follow_json(reader, stream, options.interval)
-        follow = screen.follow_live if screen.is_live(stream) else screen.follow_lines
+            return overview.follow_json(reader, stream, options.interval)
+        follow = overview.follow_live if overview.is_live(stream) else overview.follow_lines
         return follow(reader, stream, options.interval)
     except KeyboardInterrupt:
         sys.stderr.write("stopped watching; the run was not touched\n")

@@ -11,15 +11,15 @@ from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import Explained, Setting, explained_config
 from medarc_rl.explain.screen import as_json
 from medarc_rl.migrate.draft import kind_of
-from prime_rl.configs.surface.kinds import ROOTS
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import BaseSettings, showing_warnings
 from prime_rl.utils.pydantic_config.arguments import parse_arguments
+from prime_rl.utils.pydantic_config.faults import nearest_keys
 from prime_rl.utils.pydantic_config.load import ConfigSources
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
-from prime_rl.utils.pydantic_config.suggest import nearest_keys
 from prime_rl.utils.pydantic_config.toml_files import read_files, section_of, split_files
 from prime_rl.utils.tables import leaves
 

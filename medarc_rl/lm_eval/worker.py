@@ -22,9 +22,8 @@ import httpx
 
 from medarc_rl.lm_eval.plan import Candidate, Facts, Job, LmEvalPlan, candidate_of
 from medarc_rl.lm_eval.scores import compared, is_done, metrics_of, write_result
-from prime_rl.run.completion import report_completion
 from prime_rl.run.evaluations import Following
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch, report_completion
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.signals import start_program

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medarc_rl.errors import UsageError
-from prime_rl.configs.surface.kinds import ROOTS, unknown_counts
 from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
 from prime_rl.configs.surface.renamed import NEWER, OLDER, SECTIONS_OF_RL, find_renamed, split_component
+from prime_rl.configs.surface.root import ROOTS, unknown_counts
 from prime_rl.utils.pydantic_config.layers import Layer
 from prime_rl.utils.pydantic_config.schema import has_key
 from prime_rl.utils.tables import KeyPath, leaves

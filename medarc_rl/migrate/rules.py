@@ -21,16 +21,15 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 from medarc_rl.errors import UsageError
 from medarc_rl.migrate.draft import Draft, Finding, Placed, Verdict, key_text, kind_of, names, shown, versions_of
 from medarc_rl.migrate.text import Document, split_statements, write_layout
-from prime_rl.configs.surface.kinds import ROOTS
 from prime_rl.configs.surface.meanings import DEFAULTS, DIFFERENT, SAME_HERE, Version
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, unbuilt_faults
 from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, split_component
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
-from prime_rl.utils.pydantic_config.faults import faults_of, locate
+from prime_rl.utils.pydantic_config.faults import advice_for_key, faults_of, locate
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
 from prime_rl.utils.pydantic_config.schema import find_key, has_key, is_nullable, walk_fields
-from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.toml_files import BASES_KEY, parse_toml, read_files
 from prime_rl.utils.tables import KeyPath, leaves
 

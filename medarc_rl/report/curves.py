@@ -10,8 +10,7 @@ from statistics import fmean, stdev
 
 from medarc_rl.report.charts import Band, Chart, Group, Line, Section, Series, Table, chart_of, short
 from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, finite, trend
-from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import ORCHESTRATOR
+from prime_rl.history.run import ORCHESTRATOR, RunHistory
 
 TRAIN = "train"
 """Stands for the source of the loss: `trainer`, or `sft`."""

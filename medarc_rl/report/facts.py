@@ -29,8 +29,7 @@ from medarc_rl.report.curves import (
     evaluation_series,
 )
 from prime_rl.history.metrics import finite, trend
-from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import SFT, Phases, Spending, phases_of, split_hint
+from prime_rl.history.run import SFT, Phases, RunHistory, Spending, phases_of, split_hint
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config import ConfigError

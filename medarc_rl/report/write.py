@@ -38,8 +38,7 @@ from medarc_rl.report.facts import (
     tiles,
 )
 from prime_rl.history.rollouts import Conversation, KeptRollout, KeptRollouts
-from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import spending_of
+from prime_rl.history.run import RunHistory, spending_of
 from prime_rl.utils.files import replacing_file
 
 # Kept rollouts for the page: an index that it loads at once, and blocks of texts that it unpacks when needed.

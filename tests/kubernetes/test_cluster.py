@@ -19,8 +19,8 @@ from medarc_rl.backends.kubernetes.pod_probe import MAX_SILENCE_S, main
 from medarc_rl.backends.ray.driver import STOPS_ITSELF
 from medarc_rl.errors import MedarcError
 from medarc_rl.jobs import JobLog, JobRecord, Status
-from prime_rl.run.beats import HeartbeatWriter, clear_heartbeats
 from prime_rl.run.lock import run_lock
+from prime_rl.run.process import HeartbeatWriter, clear_heartbeats
 
 FAKE = """#!{python}
 import json, os, pathlib, sys

@@ -19,7 +19,7 @@ from medarc_rl.cli import warn
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
 from medarc_rl.jobs import JobRecord, State, Status
-from prime_rl.watch.overview.words import printable
+from prime_rl.watch.progress import printable
 
 MANAGER = "medarc-rl"
 """Owner of the fields that `kubectl apply` sets, as the cluster records it."""

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from prime_rl.run.beats import read_heartbeats
 from prime_rl.run.lock import LOCK_NAME, Holder
+from prime_rl.run.process import read_heartbeats
 
 MAX_SILENCE_S = 120.0
 """A launcher that has not touched its lock for longer has stopped, or its disk has."""

@@ -20,7 +20,7 @@ from medarc_rl.jobs import redacted
 from medarc_rl.utils import OwnedKeys, Run
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.storage.staging import has_s3_names
-from prime_rl.utils.pydantic_config.dump import to_toml
+from prime_rl.utils.pydantic_config.base import to_toml
 
 MAX_CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, with its metadata."""

@@ -17,7 +17,7 @@ from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import Answer, NoAnswer, ask
 from medarc_rl.jobs import JobRecord, State, Status, log_lines
 from prime_rl.run.paths import RunPaths
-from prime_rl.watch.overview.words import printable
+from prime_rl.watch.progress import printable
 
 SLURM_LIMIT_S = 20.0
 """Time limit of one Slurm command, in seconds. Some wait for minutes if the controller is down."""

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.areal.grammar import AllocationError
 from prime_rl.configs.areal.launched import RecoverConfig
-from prime_rl.configs.areal.mode import parse
+from prime_rl.configs.areal.mode import AllocationError, parse
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost

@@ -19,8 +19,8 @@ from prime_rl.configs.surface.not_built import NOT_BUILT
 from prime_rl.configs.surface.renamed import RENAMED, Renamed, find_renamed, split_component
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import ConfigError, load_config, parse_argv
+from prime_rl.utils.pydantic_config.faults import is_misspelling
 from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
-from prime_rl.utils.pydantic_config.suggest import is_misspelling
 
 ROOT_OF = {root.component: root for root in ROOTS}
 

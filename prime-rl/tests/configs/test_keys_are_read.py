@@ -63,14 +63,14 @@ HANDED_ON = {
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "log"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "ckpt"),
     "rl.judge": ("prime_rl.configs.rl.propagation", "judge"),
-    "prime_rl.configs.rows.LossMaskConfig": ("prime_rl.trainer.sft.data.samples", "loss_mask"),
-    "prime_rl.configs.rows.ColumnsConfig": ("prime_rl.trainer.sft.data.messages", "of_rows"),
+    "prime_rl.configs.sft.LossMaskConfig": ("prime_rl.trainer.sft.data.samples", "loss_mask"),
+    "prime_rl.configs.sft.ColumnsConfig": ("prime_rl.trainer.sft.data.messages", "of_rows"),
     "prime_rl.configs.sft.SFTEvalConfig": ("prime_rl.configs.sft", "eval"),
     "prime_rl.configs.rollouts.judges.JudgeEngineConfig": ("prime_rl.configs.rollouts.judges", "engine"),
     "prime_rl.configs.inference.InferenceConfig": ("prime_rl.inference.vllm.serve", "model"),
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.serve", "model"),
     **{
-        f"{place}.{key}": ("prime_rl.configs.rollouts.frozen", "max_concurrent")
+        f"{place}.{key}": ("prime_rl.configs.rollouts.judges", "max_concurrent")
         for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")
         for key in ("gpus", "device", "engine")
     },

@@ -10,7 +10,7 @@ import pytest
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.surface.kinds import ROOTS
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import load_config
 

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
-from prime_rl.configs.surface.kinds import ROOTS
-from prime_rl.configs.surface.root import RootConfig
+from prime_rl.configs.surface.root import ROOTS, RootConfig
 from prime_rl.launch.plan import component_configs
 from prime_rl.run.directory import write_configs
 from prime_rl.run.paths import RunPaths

@@ -17,9 +17,9 @@ import pytest
 from prime_rl.history.attempts import git_state, machine_facts
 from prime_rl.history.run import RunHistory
 from prime_rl.run.attempts import Receipt
-from prime_rl.run.beats import HeartbeatWriter
 from prime_rl.run.lock import STALE_S, run_lock
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import HeartbeatWriter
 from prime_rl.utils.errors import UserError
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.history.run import RunHistory
-from prime_rl.history.spending import phases_of, spending_of, split_hint
+from prime_rl.history.run import RunHistory, phases_of, spending_of, split_hint
 from prime_rl.run.paths import RunPaths
 
 START_S = 1_700_000_000.0

@@ -10,7 +10,7 @@ import pytest
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.startup import start_service
-from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance
+from prime_rl.run.process import CLEARANCE_VARIABLE, give_clearance
 from prime_rl.utils.logger import get_logger
 
 

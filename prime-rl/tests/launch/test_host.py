@@ -76,7 +76,7 @@ os.wait()
 wait()
 """
 )
-WATCHFUL = "from prime_rl.run.lifeline import end_with_launch; end_with_launch()\n" + SAVING
+WATCHFUL = "from prime_rl.run.process import end_with_launch; end_with_launch()\n" + SAVING
 LIKE_TORCHRUN = (
     PRELUDE
     + """

@@ -59,8 +59,8 @@ raise SystemExit(outcome.exit_code)
 
 PRELUDE = """
 import os, signal, sys
-from prime_rl.run.beats import own_beats
-from prime_rl.run.completion import report_completion
+from prime_rl.run.process import own_beats
+from prime_rl.run.process import report_completion
 from prime_rl.utils.signals import write_stacks_on_signal
 write_stacks_on_signal()
 pipe = os.open(os.environ["PIPE"], os.O_WRONLY)

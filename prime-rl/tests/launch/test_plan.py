@@ -16,9 +16,8 @@ from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.placement import Device, Placement, Ports, ResourceRequest
 from prime_rl.launch.plan import plan_eval, plan_rl, plan_server, plan_sft, sft_request
 from prime_rl.launch.programs import Programs
-from prime_rl.run.beats import SERVERS_VARIABLE
-from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import CLEARANCE_VARIABLE, SERVERS_VARIABLE
 
 PATHS = RunPaths(Path("out"))
 

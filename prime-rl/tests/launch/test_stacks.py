@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 PRELUDE = """
 import asyncio, os, signal, threading
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.utils.signals import write_stacks_on_signal
 write_stacks_on_signal()
 def ready():

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.launch import Exited, FakeHost, Outcome, ProcessSpec, Signalled, Supervisor
 from prime_rl.launch.spec import NodeLost
 from prime_rl.launch.stalling import Observed, StallLimits, Watchdog
-from prime_rl.run.beats import ANYONE, Heartbeat
+from prime_rl.run.process import ANYONE, Heartbeat
 
 SIGUSR1 = signal.SIGUSR1
 

@@ -21,7 +21,7 @@ from prime_rl.checks.model_files import other_token
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.frozen import TEACHER
+from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.launch.plan import rl_request
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.errors import OrchestratorError

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.launch import Exited, FakeHost, ProcessSpec, Supervisor
 from prime_rl.launch.stalling import LONGEST_GAP_S, LOOK_EVERY_S, Observed, Stalled, StallLimits, Watchdog
-from prime_rl.run.beats import ANYONE, Heartbeat
+from prime_rl.run.process import ANYONE, Heartbeat
 
 LIMITS = StallLimits(timeout_s=100, startup_timeout_s=1000, stopped_timeout_s=10)
 

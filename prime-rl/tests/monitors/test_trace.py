@@ -189,7 +189,7 @@ def test_a_trace_that_is_off_writes_nothing(tmp_path: Path) -> None:
 def test_the_launchers_variables_turn_on_the_trace_of_a_process_and_its_beats(tmp_path: Path) -> None:
     script = """
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 own_trace()
 own_beats().say("loading the model")
 """

@@ -15,7 +15,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.advantages import NormalizedAdvantageConfig
+from prime_rl.configs.algorithms import NormalizedAdvantageConfig
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from prime_rl.configs.advantages import DefaultAdvantageConfig, NormalizedAdvantageConfig
+from prime_rl.configs.algorithms import DefaultAdvantageConfig, NormalizedAdvantageConfig
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.trajectories import to_samples

@@ -25,7 +25,7 @@ from prime_rl.orchestrator.servers.discovery import LookupFault, SystemResolver
 from prime_rl.orchestrator.servers.elastic import ElasticPool, inference_pool
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import OrchestratorPaths
-from prime_rl.transport.filesystem import FileSystemBatchReceiver
+from prime_rl.transport.batches import FileSystemBatchReceiver
 from prime_rl.utils.files import replacing_directory
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 

@@ -18,8 +18,8 @@ from prime_rl.orchestrator.env_checks.examination import Room, config_warnings, 
 from prime_rl.orchestrator.env_checks.prompts import token_counter
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.loading import load_environments
-from prime_rl.run.clearance import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.process import CLEARANCE_VARIABLE, give_clearance, wait_for_clearance
 from prime_rl.utils.pydantic_config import dump_toml
 
 pytestmark = pytest.mark.usefixtures("importable_environments")

@@ -22,9 +22,9 @@ import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.history.rollouts import KeptRollouts
-from prime_rl.run.completion import COMPLETION_VARIABLE
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.process import COMPLETION_VARIABLE
 from prime_rl.transport import TrainingBatch, setup_batch_receiver
 from prime_rl.utils.files import replacing_directory
 

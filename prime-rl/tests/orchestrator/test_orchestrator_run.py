@@ -12,7 +12,7 @@ import pytest
 
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
-from prime_rl.transport.filesystem import FileSystemBatchReceiver
+from prime_rl.transport.batches import FileSystemBatchReceiver
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
 

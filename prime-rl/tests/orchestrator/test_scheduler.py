@@ -16,8 +16,8 @@ from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import MAX_ATTEMPTS, Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
 from prime_rl.orchestrator.servers.policy import AsyncLimits, Policy
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.process import own_beats
 
 Outcome = list[Rollout] | Exception
 

@@ -26,7 +26,7 @@ from prime_rl.orchestrator.workers.inside import verifiers_v1
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.orchestrator.workers.process import SHOWN_ROWS, ProcessWorker
 from prime_rl.run.paths import RunPaths
-from prime_rl.transport.filesystem import FileSystemBatchReceiver
+from prime_rl.transport.batches import FileSystemBatchReceiver
 from prime_rl.utils.errors import RunError
 
 OLD = """

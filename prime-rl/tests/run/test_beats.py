@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.beats import (
+from prime_rl.run.process import (
     HEARTBEAT_VARIABLE,
     SERVERS_VARIABLE,
     Heartbeat,
@@ -90,7 +90,7 @@ def test_of_several_servers_a_process_waits_for_the_one_that_it_has_called_for_t
 
 def test_a_server_has_the_name_that_the_launcher_gave_it() -> None:
     code = (
-        "from prime_rl.run.beats import server_name; print(server_name('http://b:1/v1/'), server_name('http://c/v1'))"
+        "from prime_rl.run.process import server_name; print(server_name('http://b:1/v1/'), server_name('http://c/v1'))"
     )
     names = {"http://a:1/v1": "inference", "http://b:1/v1": "inference_1"}
     done = subprocess.run(
@@ -149,7 +149,7 @@ def test_a_helper_has_beats_of_its_own_which_the_launcher_reads_with_those_of_th
     monkeypatch.setenv(HEARTBEAT_VARIABLE, str(file))
     HeartbeatWriter(file).say("collecting")
     env = helper_heartbeat_env("train-owner/name")
-    code = "from prime_rl.run.beats import own_beats; own_beats().say('running rollouts')"
+    code = "from prime_rl.run.process import own_beats; own_beats().say('running rollouts')"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
     assert [beat.doing for beat in read_heartbeats(file)] == ["collecting", "running rollouts"]
     clear_heartbeats(file)

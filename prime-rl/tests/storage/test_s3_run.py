@@ -14,7 +14,7 @@ from s3_server import CREDENTIALS, Proxy, only
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, S3Name, upload_tree
-from prime_rl.storage.restoring import RemoteRun
+from prime_rl.storage.copies import RemoteRun
 from prime_rl.storage.staging import CACHE_VARIABLE
 
 pytestmark = pytest.mark.slow

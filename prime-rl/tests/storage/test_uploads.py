@@ -12,8 +12,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.copies import RunCopy, upload_run
-from prime_rl.storage.restoring import RemoteRun
+from prime_rl.storage.copies import RemoteRun, RunCopy, upload_run
 from prime_rl.storage.uploader import Hold, Uploader, UploadThread, mark_uploaded, summary_of, write_plan
 from prime_rl.utils.errors import StorageError, UserError
 from prime_rl.utils.files import STABLE, replacing_directory

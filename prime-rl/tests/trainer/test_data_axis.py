@@ -21,7 +21,7 @@ from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.batches import FakeBatches, PackedBatches, readers_by_data_rank
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.transport import MicroBatch, TrainingBatch, TrainingSample, setup_batch_sender
-from prime_rl.transport.sockets import ZMQMicroBatchSender
+from prime_rl.transport.batches import ZMQMicroBatchSender
 
 CPU = torch.device("cpu")
 SEQ_LEN = 8

@@ -10,8 +10,8 @@ import zmq
 from prime_rl.configs.shared import ZMQTransportConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport import TrainingBatch, TrainingSample, TransportError, setup_batch_receiver, setup_batch_sender
+from prime_rl.transport.batches import ZMQMicroBatchReceiver, ZMQMicroBatchSender
 from prime_rl.transport.endpoints import Endpoint
-from prime_rl.transport.sockets import ZMQMicroBatchReceiver, ZMQMicroBatchSender
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE
 
 KEY = "a key that both ends share"

@@ -8,7 +8,7 @@ from run_folders import START_S, RunFolder
 
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import EvalPaths
-from prime_rl.watch.overview.status import REFRESH_EVERY_S, StatusFile, kept
+from prime_rl.watch.status import REFRESH_EVERY_S, StatusFile, kept
 
 
 class Clock:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path
-from prime_rl.configs.rollouts.agents import EXTERNAL, ROW_FILES
-from prime_rl.configs.rollouts.environments import EnvConfig
+from prime_rl.configs.rollouts.environments import EXTERNAL, ROW_FILES, EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.adapters.options import READERS

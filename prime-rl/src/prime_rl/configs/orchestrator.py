@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.advantages import (
+from prime_rl.configs.algorithms import (
     AdvantageConfig,
     CustomAdvantageConfig,
     DefaultAdvantageConfig,
@@ -27,8 +27,15 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.configs.rollouts.buffer import BufferConfig
-from prime_rl.configs.rollouts.environments import EnvConfig, EvalEnvConfig, has_own_order, repeated_names
-from prime_rl.configs.rollouts.evaluations import EvalConfig, EvalSaveHFConfig, ValConfig
+from prime_rl.configs.rollouts.environments import (
+    EnvConfig,
+    EvalConfig,
+    EvalEnvConfig,
+    EvalSaveHFConfig,
+    ValConfig,
+    has_own_order,
+    repeated_names,
+)
 from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
 from prime_rl.configs.rollouts.judges import Judges, judge_faults
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig

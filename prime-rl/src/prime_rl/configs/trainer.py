@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.losses import (
+from prime_rl.configs.algorithms import (
     ClipLossConfig,
     CustomLossConfig,
     DecoupledLossConfig,

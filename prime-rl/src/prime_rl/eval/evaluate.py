@@ -15,7 +15,7 @@ from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.stopping import EXIT_GRACE_S, Ending, end_reported, exit_within, explained_exit_code
 from prime_rl.run.evaluations import Candidate, candidates_of
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch
 from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc

@@ -38,10 +38,9 @@ from prime_rl.orchestrator.stopping import Ending, StopSignals
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.workers.loading import load_environments
-from prime_rl.run.beats import ANYONE, own_beats
-from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.run.process import ANYONE, TRAINER_VARIABLE, own_beats
 from prime_rl.utils.errors import RunError
 from prime_rl.utils.logger import SUCCESS, get_logger
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from prime_rl.run.beats import is_replica
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import is_replica
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.files import replacing_file
 

@@ -29,7 +29,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.launch.devices import spin_env
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key, published_key
 from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.logger import get_logger, setup_logger

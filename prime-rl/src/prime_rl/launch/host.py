@@ -20,9 +20,14 @@ from typing import Any, Protocol, Self
 from prime_rl.launch import logs, reaper
 from prime_rl.launch.spec import Event, Exited, ProcessSpec, Signalled
 from prime_rl.launch.stalling import Observed, new_stacks
-from prime_rl.run.beats import HEARTBEAT_VARIABLE, clear_heartbeats, read_heartbeats
-from prime_rl.run.completion import COMPLETION_VARIABLE, clear_completion
-from prime_rl.run.lifeline import start_guard
+from prime_rl.run.process import (
+    COMPLETION_VARIABLE,
+    HEARTBEAT_VARIABLE,
+    clear_completion,
+    clear_heartbeats,
+    read_heartbeats,
+    start_guard,
+)
 from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.logger import PROCESS_VARIABLE
 from prime_rl.utils.private import runtime_directory, without_service_keys

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from prime_rl.configs.rollouts.frozen import TEACHER, FrozenModel, frozen_judges, frozen_models
-from prime_rl.configs.rollouts.judges import JudgeConfig, started_judges
+from prime_rl.configs.rollouts.judges import (
+    TEACHER,
+    FrozenModel,
+    JudgeConfig,
+    frozen_judges,
+    frozen_models,
+    started_judges,
+)
 from prime_rl.configs.sft import evaluation_of
 from prime_rl.launch.caches import cache_env, cuda_allocator_env
 from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
@@ -32,9 +38,8 @@ from prime_rl.launch.programs import (
 )
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalling import StallLimits
-from prime_rl.run.beats import SERVERS_VARIABLE, replica_name
-from prime_rl.run.clearance import CLEARANCE_VARIABLE
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import CLEARANCE_VARIABLE, SERVERS_VARIABLE, replica_name
 from prime_rl.utils.engine_keys import (
     ENGINE_KEY_VARIABLE,
     JUDGE_SERVER_KEY_VARIABLE,

@@ -12,9 +12,8 @@ from typing import Self
 
 from prime_rl.launch.devices import mask
 from prime_rl.launch.spec import ProcessSpec
-from prime_rl.run.beats import replica_name
-from prime_rl.run.completion import TRAINER_VARIABLE
 from prime_rl.run.paths import STORE_VARIABLE, RunPaths
+from prime_rl.run.process import TRAINER_VARIABLE, replica_name
 from prime_rl.utils.errors import CannotStart
 
 RL_TRAINER = "prime_rl.trainer.rl.train"

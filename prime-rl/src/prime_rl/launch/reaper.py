@@ -8,7 +8,7 @@ children are used.
 Run as a program (standard library only) with one argument, this is the guard. The argument is the directory of the
 launch, with a record of what it has started. If stdin ends while the directory is still there, because
 the launcher crashed or got SIGKILL, the guard ends the launch's processes and removes the directory. The launcher
-replaces a guard that is killed; if both are killed, a child starts a new guard (`run/lifeline.py`); if all are, the
+replaces a guard that is killed; if both are killed, a child starts a new guard (`run/process.py`); if all are, the
 user's next launch on this machine does the guard's work.
 """
 

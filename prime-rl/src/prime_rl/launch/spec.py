@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_rl.run.completion import REFUSED_EXIT_CODE
+from prime_rl.run.process import REFUSED_EXIT_CODE
 
 _RECORDED = "WANDB_"
 """Prefix of variables that only tell W&B which command started the run."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.launch.logs import Follower
-from prime_rl.run.beats import ANYONE, Heartbeat, is_replica, replica_name
+from prime_rl.run.process import ANYONE, Heartbeat, is_replica, replica_name
 
 LOOK_EVERY_S = 2.0
 QUIET_S = 60.0

@@ -11,8 +11,7 @@ from prime_rl.launch.host import Host
 from prime_rl.launch.logs import reason_in
 from prime_rl.launch.spec import Event, Exited, NodeLost, Outcome, ProcessSpec, Signalled
 from prime_rl.launch.stalling import LOOK_EVERY_S, Stalled, Watchdog
-from prime_rl.run.beats import ANYONE
-from prime_rl.run.completion import REFUSED_EXIT_CODE
+from prime_rl.run.process import ANYONE, REFUSED_EXIT_CODE
 from prime_rl.utils.errors import CannotStart
 
 GRACE_S = 60.0

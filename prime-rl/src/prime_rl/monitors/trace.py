@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import TRACE_VARIABLE
+from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import ATTEMPT_VARIABLE, get_logger
 
 Category = Literal["compute", "comm", "io", "sync", "scheduler"]

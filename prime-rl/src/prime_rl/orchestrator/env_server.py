@@ -15,9 +15,8 @@ from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
-from prime_rl.run.beats import own_beats
-from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.process import end_with_launch, own_beats
 from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger

@@ -18,8 +18,8 @@ from prime_rl.orchestrator.ckpt import Checkpoints, remove_empty_broadcasts, rem
 from prime_rl.orchestrator.errors import OrchestratorError, TooManyFailures
 from prime_rl.orchestrator.stopping import Ending, end_reported, exit_process, explained_exit_code
 from prime_rl.run.directory import check_output_dir
-from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.run.process import end_with_launch
 from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc

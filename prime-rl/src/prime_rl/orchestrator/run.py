@@ -18,7 +18,7 @@ from typing import Any
 
 from prime_rl.checks.model_files import known_vocab_size
 from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
-from prime_rl.configs.rollouts.frozen import TEACHER
+from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage
@@ -47,10 +47,9 @@ from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.orchestrator.workers.processes import EnvServers
 from prime_rl.run.attempts import checked_files, report_restored
-from prime_rl.run.beats import own_beats
-from prime_rl.run.clearance import give_clearance
 from prime_rl.run.ledger import Ledger, read_ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.run.process import give_clearance, own_beats
 from prime_rl.transport import setup_batch_sender
 from prime_rl.utils.logger import SUCCESS, get_logger
 

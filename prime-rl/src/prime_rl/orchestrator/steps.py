@@ -24,7 +24,7 @@ from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.transport import BatchSender
 from prime_rl.utils.logger import get_logger
 

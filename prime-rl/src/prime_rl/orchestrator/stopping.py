@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from prime_rl.run.completion import report_completion
+from prime_rl.run.process import report_completion
 from prime_rl.utils.logger import get_logger
 
 EXIT_GRACE_S = 10.0

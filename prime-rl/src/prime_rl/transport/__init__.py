@@ -7,15 +7,18 @@ from typing import Protocol
 
 from prime_rl.configs.shared import TransportConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
-from prime_rl.transport.endpoints import TransportError
-from prime_rl.transport.filesystem import (
+from prime_rl.transport.batches import (
     FileSystemBatchReceiver,
     FileSystemBatchSender,
     FileSystemMicroBatchReceiver,
     FileSystemMicroBatchSender,
+    ZMQBatchReceiver,
+    ZMQBatchSender,
+    ZMQMicroBatchReceiver,
+    ZMQMicroBatchSender,
 )
+from prime_rl.transport.endpoints import TransportError
 from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
-from prime_rl.transport.sockets import ZMQBatchReceiver, ZMQBatchSender, ZMQMicroBatchReceiver, ZMQMicroBatchSender
 
 
 class BatchSender(Protocol):

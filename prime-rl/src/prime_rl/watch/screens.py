@@ -21,11 +21,11 @@ from prime_rl.history.run import RunHistory
 from prime_rl.launch.job import Job, command_prefix
 from prime_rl.launch.logs import HEAD, Follower, polled, shown
 from prime_rl.launch.run import Screen
-from prime_rl.run.beats import is_replica
+from prime_rl.run.process import is_replica
 from prime_rl.utils.logger import readable
-from prime_rl.watch.overview.facts import Reader
-from prime_rl.watch.overview.status import StatusFile, kept
+from prime_rl.watch.facts import Reader
 from prime_rl.watch.progress import RunProgress, clock
+from prime_rl.watch.status import StatusFile, kept
 
 if TYPE_CHECKING:
     from prime_rl.configs.rl import RLConfig
@@ -85,7 +85,7 @@ class LiveDisplay:
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def update(self) -> None:
-        from prime_rl.watch.overview.screen import LiveView
+        from prime_rl.watch.overview import LiveView
 
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
@@ -98,7 +98,7 @@ class LiveDisplay:
 
 def display_for(stream: TextIO, reader: Reader) -> Display:
     """A live display on a terminal that can move its cursor, otherwise plain lines."""
-    from prime_rl.watch.overview.screen import is_live  # imports rich, which a command needs only now
+    from prime_rl.watch.overview import is_live  # imports rich, which a command needs only now
 
     return LiveDisplay(stream, reader) if is_live(stream) else PlainDisplay(stream)
 
@@ -295,7 +295,7 @@ def eval_screen(job: Job) -> Iterator[Screen]:
 
 @contextlib.contextmanager
 def _log_screen(job: Job, child: str) -> Iterator[Screen]:
-    from prime_rl.watch.overview.screen import is_live
+    from prime_rl.watch.overview import is_live
 
     log = job.process(child).log
     if not is_live(sys.stdout):

@@ -5,8 +5,7 @@ which `shapes.py` reads from a file, at the price of importing torch and Transfo
 start, where an estimate takes less than one. It would say nothing about activations, kernels, sharding or the server.
 """
 
-from prime_rl.checks.memory.estimate import Estimate, estimate_rl, estimate_sft
-from prime_rl.checks.memory.gpus import Gpu, find_gpu, parse_gpu
+from prime_rl.checks.memory.estimate import Estimate, Gpu, estimate_rl, estimate_sft, find_gpu, parse_gpu
 from prime_rl.checks.memory.shapes import ModelShape
 from prime_rl.checks.memory.training import Device
 from prime_rl.utils.errors import UserError

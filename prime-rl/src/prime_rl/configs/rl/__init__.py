@@ -9,7 +9,6 @@ from pydantic_settings import SettingsConfigDict
 from prime_rl.configs.areal.launched import LaunchedConfig, with_derived_keys
 from prime_rl.configs.ranges import Count
 from prime_rl.configs.rl.propagation import propagate
-from prime_rl.configs.rl.rules import run_faults, run_warnings
 from prime_rl.configs.rl.sections import (
     BaseDeploymentConfig,
     DeploymentConfig,
@@ -22,6 +21,8 @@ from prime_rl.configs.rl.sections import (
     SharedWandbConfig,
     SharedWeightBroadcastConfig,
     SingleNodeDeploymentConfig,
+    run_faults,
+    run_warnings,
 )
 from prime_rl.configs.shared import FileAccess, SlurmConfig, StallConfig
 from prime_rl.configs.storage import placed_output

@@ -1,12 +1,16 @@
-"""Sections of an RL run: settings that its components share, and the components."""
+"""Sections of an RL run: settings that its components share, the components, and the rules between them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.model import replication_fault
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import (
     Count,
@@ -19,6 +23,7 @@ from prime_rl.configs.ranges import (
     WholeNumber,
 )
 from prime_rl.configs.rollouts.judges import Judges
+from prime_rl.configs.rollouts.sampling import SamplingConfig
 from prime_rl.configs.shared import TEACHER_ELSEWHERE, Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -227,3 +232,268 @@ class RunSections(SharedSettings):
     teacher_inference: InferenceConfig | None = None
     """The teacher's server. None starts none, unless `deployment.num_teacher_gpus` is set: it is then as
     `[inference]`."""
+
+
+# Rules that no component can check alone. They see the sections with the shared settings in them.
+
+
+TOY_MODELS = "Jackmin108/"
+"""Test models that are published under one name per component."""
+
+
+def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
+    """One line for each broken rule."""
+    yield from _pairing_faults(run)
+    yield from _model_faults(run)
+    if isinstance(run.deployment, SingleNodeDeploymentConfig):
+        yield from _single_node_faults(run, run.deployment)
+    else:
+        yield from _multi_node_faults(run, run.deployment, has_slurm)
+    yield from _broadcast_faults(run)
+    if run.inference is not None and run.orchestrator.client.is_elastic:
+        yield (
+            "orchestrator.client.elastic finds servers that the run does not start: remove it, or remove [inference]"
+        )
+    if run.orchestrator.servers_sleep and run.inference is not None and not run.inference.enable_sleep_mode:
+        yield "orchestrator.servers_sleep needs inference.enable_sleep_mode = true: the server would refuse to sleep"
+    yield from _teacher_faults(run)
+    if isinstance(run.deployment, SingleNodeDeploymentConfig):
+        yield from _port_faults(run)
+
+
+def run_warnings(run: RunSections) -> Iterator[str]:
+    """One line for each setting that works, but probably not as intended."""
+    loss = run.trainer.loss
+    if run.orchestrator.teacher_model is not None and loss.type == "default" and loss.teacher_tau == 0:
+        yield "trainer.loss.teacher_tau is 0: the teacher scores every sample, and only the metric teacher_kl shows it"
+    if run.orchestrator.teacher_model is not None and not _samples_at_one(run.orchestrator.sampling):
+        yield (
+            "a teacher's log-probabilities are those at temperature 1, and the policy's are those at "
+            "orchestrator.sampling.temperature: only 1 compares the same"
+        )
+    if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
+        yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
+
+
+def _samples_at_one(sampling: SamplingConfig) -> bool:
+    return sampling.temp_scheduler is None and sampling.temperature in (None, 1.0)
+
+
+def _pairing_faults(run: RunSections) -> Iterator[str]:
+    """Settings on which trainer and orchestrator must agree."""
+    trainer, orchestrator = run.trainer, run.orchestrator
+    benches = trainer.bench is not None
+    if benches != orchestrator.bench:
+        yield "only one of trainer.bench and orchestrator.bench is on: set bench = true at the top instead"
+    # A benchmark's trainer writes no checkpoints, and its orchestrator never waits.
+    if not benches:
+        yield from _unequal(run, "max_steps")
+        yield from _unequal(run, "max_async_level")
+        yield from _one_sided(run, "ckpt")
+    yield from _one_sided(run, "wandb")
+    if trainer.ckpt is not None and orchestrator.ckpt is not None:
+        yield from _unequal(run, "ckpt.interval")
+        yield from _unequal(run, "ckpt.resume_step")
+    if trainer.wandb is not None and orchestrator.wandb is not None:
+        yield from _unequal(run, "wandb.project")
+    templates = {
+        "trainer.tokenizer.chat_template": trainer.tokenizer.chat_template,
+        "orchestrator.model.chat_template": orchestrator.model.chat_template,
+    } | ({} if run.inference is None else {"inference.model.chat_template": run.inference.model.chat_template})
+    if len(set(templates.values())) > 1:
+        yield f"{' and '.join(templates)} differ: set one"
+    if trainer.model.seq_len < orchestrator.seq_len:
+        yield (
+            f"trainer.model.seq_len ({trainer.model.seq_len}) is below orchestrator.seq_len ({orchestrator.seq_len}): "
+            "longer samples could not be trained"
+        )
+    if trainer.rollout_transport.type != orchestrator.rollout_transport.type:
+        yield from _unequal(run, "rollout_transport.type")
+    elif trainer.rollout_transport.type == "zmq":
+        yield from _unequal(run, "rollout_transport.port")
+
+
+def _unequal(run: RunSections, key: str) -> Iterator[str]:
+    ours, theirs = _at(run.trainer, key), _at(run.orchestrator, key)
+    if ours != theirs:
+        once = "" if key.startswith("rollout_transport") else f": set {key} once, at the top"
+        yield f"trainer.{key} ({ours}) and orchestrator.{key} ({theirs}) differ{once}"
+
+
+def _one_sided(run: RunSections, key: str) -> Iterator[str]:
+    has, lacks = ("trainer", "orchestrator") if _at(run.trainer, key) is not None else ("orchestrator", "trainer")
+    if (_at(run.trainer, key) is None) != (_at(run.orchestrator, key) is None):
+        yield f"{has}.{key} is set and {lacks}.{key} is not: set [{key}] once, at the top"
+
+
+def _at(section: Any, key: str) -> Any:
+    for part in key.split("."):
+        section = getattr(section, part)
+    return section
+
+
+def _model_faults(run: RunSections) -> Iterator[str]:
+    name = run.trainer.model.name
+    others = {"orchestrator": run.orchestrator, "inference": run.inference}
+    for other, section in others.items():
+        if section is not None and section.model.name != name and not name.startswith(TOY_MODELS):
+            yield (
+                f"trainer.model.name ({name!r}) and {other}.model.name ({section.model.name!r}) differ: "
+                "set model.name once, at the top"
+            )
+    ours, theirs = run.trainer.model.lora, run.orchestrator.model.lora
+    if ours is None and theirs is not None:
+        yield "orchestrator.model.lora is set and trainer.model.lora is not: set [trainer.model.lora]"
+    for key in ("rank", "alpha"):
+        if ours is not None and theirs is not None and getattr(ours, key) != getattr(theirs, key):
+            yield (
+                f"trainer.model.lora.{key} ({getattr(ours, key)}) and orchestrator.model.lora.{key} "
+                f"({getattr(theirs, key)}) differ: leave the orchestrator's out"
+            )
+    if ours is not None and ours.modules_to_save:
+        yield (
+            f"trainer.model.lora.modules_to_save ({', '.join(ours.modules_to_save)}): inference engines "
+            "take adapters of linear layers alone; remove it, or train all weights, without trainer.model.lora"
+        )
+
+
+def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    if run.inference is not None and deployment.num_infer_gpus == 0:
+        yield "deployment.num_infer_gpus is 0: give [inference] a GPU, or remove it and use a running server"
+    elif run.inference is not None:
+        yield from _uneven_split("inference", run.inference, deployment.num_infer_gpus)
+    if run.teacher_inference is not None and deployment.num_teacher_gpus:
+        yield from _uneven_split("teacher_inference", run.teacher_inference, deployment.num_teacher_gpus)
+    elif run.teacher_inference is not None and run.device != "cpu":
+        yield "[teacher_inference] has no GPU: set deployment.num_teacher_gpus, or device = 'cpu'"
+    yield from _judge_faults(run, deployment)
+    yield from _uneven_training(run, deployment.num_train_gpus)
+    if fault := replication_fault(run.trainer.model, deployment.num_train_gpus):
+        yield fault
+    if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
+        yield from _shared_gpu(run, deployment)
+
+
+def _judge_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    train, infer = deployment.num_train_gpus, deployment.num_infer_gpus if run.inference is not None else 0
+    teacher = deployment.num_teacher_gpus or 0
+    own = {f"judge.{name}": judge.gpus_on(run.device) for name, judge in run.orchestrator.judge.items()}
+    own |= {"teacher": teacher} if teacher else {}
+    if (total := train + infer + sum(own.values())) > deployment.gpus_per_node and any(own.values()):
+        parts = " + ".join([f"{train} train", f"{infer} infer", *(f"{count} {name}" for name, count in own.items())])
+        yield f"{parts} = {total} GPUs, but deployment.gpus_per_node is {deployment.gpus_per_node}"
+    for name, judge in run.orchestrator.judge.items():
+        shares = judge.is_ours and judge.gpus == 0 and "cpu" not in (judge.device, run.device)
+        if shares and run.inference is None:
+            yield f"judge.{name}.gpus = 0 shares the GPUs of [inference], and the run starts none: give it GPUs"
+
+
+def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:
+    """NCCL connects different GPUs; on a CPU gloo is used instead."""
+    if deployment.num_train_gpus + deployment.num_infer_gpus < 2:
+        yield (
+            f"NCCL weight broadcast needs two GPUs (got {deployment.num_train_gpus} train + "
+            f"{deployment.num_infer_gpus} infer): use weight_broadcast.type = 'filesystem'"
+        )
+    if shared := sorted({*(run.inference_gpu_ids or ())} & {*(run.trainer_gpu_ids or ())}):
+        yield (
+            f"NCCL weight broadcast needs GPUs of each side's own, and inference_gpu_ids and trainer_gpu_ids share "
+            f"{', '.join(map(str, shared))}: use weight_broadcast.type = 'filesystem'"
+        )
+
+
+def _uneven_split(name: str, server: InferenceConfig, gpus: int) -> Iterator[str]:
+    tp = server.parallel.tp
+    if gpus % tp != 0:
+        yield f"{name}: {gpus} GPUs / parallel.tp {tp} = {gpus / tp:g} copies of the model: not a whole number"
+
+
+def _uneven_training(run: RunSections, gpus: int) -> Iterator[str]:
+    cp, tp = run.trainer.model.cp, run.trainer.model.tp
+    if gpus % (cp * tp) != 0:
+        yield f"trainer: {gpus} GPUs / (model.cp {cp} * model.tp {tp}) = {gpus / (cp * tp):g}: not a whole number"
+
+
+def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, has_slurm: bool) -> Iterator[str]:
+    if not has_slurm:
+        yield "deployment.type = 'multi_node' needs [slurm]"
+    if run.inference is None:
+        yield "deployment.type = 'multi_node' needs [inference]"
+    if ours := [name for name, judge in run.orchestrator.judge.items() if judge.is_ours]:
+        yield (
+            f"judge.{ours[0]} is started on one node only: with deployment.type = 'multi_node', start its server "
+            "yourself, such as with `inference` on another node, and set its base_url"
+        )
+    if run.teacher_inference is not None:
+        yield f"[teacher_inference]: {TEACHER_ELSEWHERE}"
+    group = deployment.nodes_per_fsdp_group
+    if group is not None and deployment.num_train_nodes % group != 0:
+        nodes = deployment.num_train_nodes
+        yield f"deployment.num_train_nodes ({nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
+    if run.inference is not None:
+        yield from _uneven_split("inference", run.inference, deployment.gpus_per_node)
+    yield from _uneven_training(run, deployment.num_train_nodes * deployment.gpus_per_node)
+
+
+def _broadcast_faults(run: RunSections) -> Iterator[str]:
+    kind = run.trainer.weight_broadcast.type
+    others = {"orchestrator": run.orchestrator, "inference": run.inference}
+    for other, section in others.items():
+        if section is not None and section.weight_broadcast.type != kind:
+            yield (
+                f"trainer.weight_broadcast.type ({kind!r}) and {other}.weight_broadcast.type "
+                f"({section.weight_broadcast.type!r}) differ: set weight_broadcast.type once, at the top"
+            )
+
+
+def _teacher_faults(run: RunSections) -> Iterator[str]:
+    loss, teacher = run.trainer.loss, run.orchestrator.teacher_model
+    if loss.type == "default" and loss.teacher_tau > 0 and teacher is None:
+        yield (
+            "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
+            "orchestrator.teacher_model.client.base_url for one that runs already"
+        )
+    if teacher is None:
+        return
+    if loss.type not in ("default", "custom"):
+        yield f"a teacher has no effect with trainer.loss.type = {loss.type!r}: set it to 'default', or 'custom'"
+    if run.teacher_inference is None and set(teacher.client.base_url) & set(run.orchestrator.client.base_url):
+        yield (
+            "orchestrator.teacher_model.client.base_url names the server of the model that is trained: name the "
+            "teacher's, or let the run start it with [teacher_inference]"
+        )
+    if run.teacher_inference is not None and run.teacher_inference.enable_lora:
+        yield "teacher_inference.enable_lora: a teacher serves no adapters; remove it, or name a merged model"
+    served = run.teacher_inference.model.max_model_len if run.teacher_inference is not None else None
+    if served is not None and served <= run.orchestrator.seq_len:
+        yield (
+            f"teacher_inference.model.max_model_len ({served}) is too short for sequences of orchestrator.seq_len "
+            f"({run.orchestrator.seq_len}) tokens: set it to {run.orchestrator.seq_len + 1} or more"
+        )
+
+
+def _port_faults(run: RunSections) -> Iterator[str]:
+    """Ports that two listeners of one machine share."""
+    taken: dict[int, str] = {}
+    for key, port in _ports(run):
+        other = taken.setdefault(port, key)
+        if other != key:
+            yield f"{other} and {key} are both {port}: change one"
+
+
+def _ports(run: RunSections) -> Iterator[tuple[str, int]]:
+    """Every port that a process of the run listens on, and its key. 0, any free port, is left out."""
+    servers = {"inference": run.inference, "teacher_inference": run.teacher_inference}
+    for name, server in servers.items():
+        if server is not None and server.server.port:
+            yield f"{name}.server.port", server.server.port
+    if run.trainer.metrics_server is not None:
+        yield "trainer.metrics_server.port", run.trainer.metrics_server.port
+    if run.orchestrator.metrics_server is not None:
+        yield "orchestrator.metrics_server.port", run.orchestrator.metrics_server.port
+    if run.trainer.weight_broadcast.type == "nccl":
+        yield "trainer.weight_broadcast.port", run.trainer.weight_broadcast.port
+    if run.trainer.rollout_transport.type == "zmq":
+        port = run.trainer.rollout_transport.port
+        yield "trainer.rollout_transport.port", port
+        yield "trainer.rollout_transport.port + 1", port + 1

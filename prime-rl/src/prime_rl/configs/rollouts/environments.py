@@ -1,15 +1,44 @@
-"""Environments, for training and for evaluation."""
+"""Environments for training and for evaluation, and when they are evaluated during a training."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
-from prime_rl.configs.ranges import CountOrAll, Fraction, Port, Seconds, SessionSeconds, WholeNumber
-from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys, Samples
+from prime_rl.configs.ranges import Count, CountOrAll, Fraction, Port, Seconds, SessionSeconds, WholeNumber
+from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.utils.pydantic_config import BaseConfig, derive
+
+# Environments that run an agent.
+
+
+EXTERNAL = "external"
+"""As an agent: processes that somebody else starts."""
+
+ROW_FILES = (".json", ".jsonl", ".parquet")
+"""Ends of datasets that are files. Others are functions."""
+
+Samples = Literal["interleaved", "separate"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentKeys:
+    """What an environment with `agent` or `workflow` is made of."""
+
+    target: str
+    """`module:object`, or `external`."""
+    dataset: str
+    eval_dataset: str | None
+    turn_discount: float
+    samples: Samples
+    timeout_s: float
+    port: int | None
+
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[:.][^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -184,3 +213,66 @@ def has_own_order(env: EnvConfig) -> bool:
     if env.id != "rows" or not isinstance(datasets, list):
         return False
     return len(datasets) > 1 or any(isinstance(each, dict) and each.get("order") is not None for each in datasets)
+
+
+# Evaluation and validation during training.
+
+
+class EvalConfig(BaseConfig):
+    """Evaluation during training."""
+
+    env: list[EvalEnvConfig] = Field([EvalEnvConfig()])
+    """The environments."""
+
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """How rollouts are sampled."""
+
+    num_examples: CountOrAll = -1
+    """Examples per environment. -1 is all of them."""
+
+    rollouts_per_example: Count = 1
+    """Rollouts per example."""
+
+    interval: Count = 100
+    """Policy versions between two evaluations. The last version is always evaluated."""
+
+    eval_base_model: bool = True
+    """Also evaluate before the first step."""
+
+    skip_eval_on_resume: bool = Field(
+        True, validation_alias=AliasChoices("skip_eval_on_resume", "skip_eval_on_restart")
+    )
+    """Do not evaluate right after a resume, even if a stop has cut an evaluation short. The last version is evaluated
+    nevertheless, unless it has been. Also written `skip_eval_on_restart`."""
+
+    cancel_inflight_rollouts_on_eval: bool = False
+    """Cancel training rollouts in flight before an evaluation."""
+
+
+class EvalSaveHFConfig(BaseConfig):
+    """A dataset on the Hugging Face hub for evaluation results. No config has this section."""
+
+    dataset_name: str | None = None
+    """Dataset."""
+
+    dataset_subset: str | None = None
+    """Subset."""
+
+    dataset_split: str | None = None
+    """Split."""
+
+    private: bool = False
+    """Make the dataset private."""
+
+
+class ValConfig(BaseConfig):
+    """Validation: rolls out the same evaluation examples each time, with the sampling settings of training."""
+
+    num_examples: Count = 16
+    """Number of examples."""
+
+    rollouts_per_example: Count = 1
+    """Rollouts per example."""
+
+    interval: Count = 10
+    """Steps between two validations."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.rollouts.agents import ROW_FILES
+from prime_rl.configs.rollouts.environments import ROW_FILES
 from prime_rl.environments.agents.targets import resolve
 from prime_rl.utils.errors import RowFileError
 from prime_rl.utils.rows import stream_file

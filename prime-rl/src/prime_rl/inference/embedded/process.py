@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.protocol import HEAD_TIMEOUT_S, MAX_CONNECTIONS
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.limits import allow_connections
 from prime_rl.utils.logger import SUCCESS, get_logger

@@ -25,7 +25,7 @@ from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.inference.model_files import DEFAULT_MAX_RANK
 from prime_rl.launch.devices import usable_cores
-from prime_rl.run.clearance import wait_for_clearance
+from prime_rl.run.process import wait_for_clearance
 from prime_rl.utils.limits import usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 

@@ -57,8 +57,8 @@ from prime_rl.inference.rendering import bound_rendering
 from prime_rl.inference.vllm.versions import UpdateCount, label_of, version_of
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
+from prime_rl.run.process import ANYONE, own_beats
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE
 from prime_rl.utils.logger import SUCCESS, get_logger, setup_logger
 

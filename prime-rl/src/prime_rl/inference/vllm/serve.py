@@ -10,7 +10,7 @@ from pathlib import Path
 from prime_rl.checks.chat_templates import model_template, read_template, tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.vllm.versions import UpdateCount
-from prime_rl.run.clearance import wait_for_clearance
+from prime_rl.run.process import wait_for_clearance
 from prime_rl.utils.limits import usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 

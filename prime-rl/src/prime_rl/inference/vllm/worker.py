@@ -12,7 +12,7 @@ from torch import Tensor
 from prime_rl.inference.model_files import WeightError, open_checkpoint
 from prime_rl.inference.protocol import InitBroadcasterBody
 from prime_rl.inference.weight_group import join_group, received_tensors
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch
 from prime_rl.transport.endpoints import TransportError
 from prime_rl.transport.weights import WeightGroup
 

@@ -33,7 +33,7 @@ from prime_rl.launch.caches import (
 from prime_rl.launch.devices import gpu_names
 from prime_rl.launch.host import LocalHost
 from prime_rl.launch.nodes import messages
-from prime_rl.launch.nodes.facts import gathered_facts
+from prime_rl.launch.nodes.messages import gathered_facts
 from prime_rl.launch.placement import reserved_ports
 from prime_rl.launch.reaper import GUARD_GRACE_S
 from prime_rl.launch.spec import Exited, ProcessSpec, Signalled

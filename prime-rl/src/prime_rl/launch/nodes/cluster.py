@@ -23,8 +23,7 @@ from typing import Protocol, Self
 from prime_rl.launch import logs
 from prime_rl.launch.host import TAIL_LINES, LocalHost, note_loss
 from prime_rl.launch.nodes import messages
-from prime_rl.launch.nodes.facts import NodeFacts
-from prime_rl.launch.nodes.messages import MAX_LINE_BYTES
+from prime_rl.launch.nodes.messages import MAX_LINE_BYTES, NodeFacts
 from prime_rl.launch.spec import Event, Exited, NodeLost, ProcessSpec, Signalled
 from prime_rl.launch.stalling import Observed
 from prime_rl.utils.errors import CannotStart, RunError, StoppedEarly

@@ -20,7 +20,7 @@ from typing import Protocol
 from prime_rl.launch.devices import GpuAssignment
 from prime_rl.launch.job import Job
 from prime_rl.launch.nodes.cluster import Channel, ClusterHost, PipeChannel, agent_argv
-from prime_rl.launch.nodes.facts import NodeFacts
+from prime_rl.launch.nodes.messages import NodeFacts
 from prime_rl.launch.placement import Device, Placement, Ports, ResourceRequest
 from prime_rl.launch.programs import GLOO_VARIABLE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TRANSPORT_KEY_VARIABLE, named_key, new_engine_key

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.configs.advantages import (
+from prime_rl.configs.algorithms import (
     AdvantageConfig,
     CustomAdvantageConfig,
     NormalizedAdvantageConfig,

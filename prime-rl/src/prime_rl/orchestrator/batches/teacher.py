@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
-from prime_rl.configs.rollouts.frozen import TEACHER_AT_ONCE
+from prime_rl.configs.rollouts.judges import TEACHER_AT_ONCE
 from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool

@@ -16,7 +16,7 @@ from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch
 from prime_rl.utils.imports import import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import start_program

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer, unless
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import count_of
 
 

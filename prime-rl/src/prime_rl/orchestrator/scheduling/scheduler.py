@@ -18,7 +18,7 @@ from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.failures import reason_of
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import count_of, get_logger
 
 Task = asyncio.Task[list[Rollout]]

@@ -18,7 +18,7 @@ from aiohttp.client_proto import ResponseHandler
 from prime_rl.orchestrator.rollouts.replies import ChatReply, TokenizeReply, decode_chat_reply, error_message
 from prime_rl.orchestrator.rollouts.sampling import EXACT_SEED
 from prime_rl.orchestrator.servers.discovery import ServerNames
-from prime_rl.run.beats import own_beats, server_name
+from prime_rl.run.process import own_beats, server_name
 from prime_rl.utils.limits import allow_connections
 
 KEEPALIVE_S = 4.0

@@ -14,8 +14,8 @@ from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.discovery import LookupFault, Resolver, SystemResolver, server_url
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import step_of
+from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
 

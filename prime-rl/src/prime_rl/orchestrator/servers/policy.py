@@ -14,8 +14,8 @@ from typing import Protocol
 from prime_rl.configs.orchestrator import NCCLWeightBroadcastConfig
 from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
 from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
+from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait, advice_on
 

@@ -14,7 +14,7 @@ from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer, unless
-from prime_rl.run.beats import own_beats, server_name
+from prime_rl.run.process import own_beats, server_name
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 

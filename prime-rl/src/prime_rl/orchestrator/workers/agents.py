@@ -13,8 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.rollouts.agents import EXTERNAL, AgentKeys
-from prime_rl.configs.rollouts.environments import EnvConfig
+from prime_rl.configs.rollouts.environments import EXTERNAL, AgentKeys, EnvConfig
 from prime_rl.environments.agents.datasets import BadRows, read_dataset
 from prime_rl.environments.agents.returns import UNKNOWN_VERSION, InvalidReward, call_rewards
 from prime_rl.environments.agents.targets import BadTarget

@@ -8,13 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from prime_rl.configs.rollouts.frozen import judge_process_name
-from prime_rl.configs.rollouts.judges import JudgeConfig
+from prime_rl.configs.rollouts.judges import JudgeConfig, judge_process_name
 from prime_rl.environments.judging.gateway import JudgeGateway, offered
 from prime_rl.environments.judging.judge import JudgeCache, JudgeLost, JudgeServer
 from prime_rl.orchestrator.errors import JudgeFault
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import own_beats
 from prime_rl.utils.engine_keys import JUDGE_SERVER_KEY_VARIABLE, JUDGE_SERVERS_VARIABLE, named_key
 from prime_rl.utils.logger import get_logger
 

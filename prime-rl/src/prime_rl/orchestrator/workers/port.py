@@ -21,7 +21,7 @@ from prime_rl.orchestrator.workers.environment import Described, GroupRequest, S
 from prime_rl.orchestrator.workers.failures import in_time
 from prime_rl.orchestrator.workers.in_memory import described, outputs_of, rollouts_of
 from prime_rl.orchestrator.workers.service import TOKEN_CLIENT
-from prime_rl.run.beats import own_beats, server_name
+from prime_rl.run.process import own_beats, server_name
 from prime_rl.transport.endpoints import Endpoint, TransportError
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import get_logger

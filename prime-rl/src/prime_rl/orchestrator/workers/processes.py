@@ -22,8 +22,8 @@ from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.port import PortWorker
-from prime_rl.run.beats import helper_heartbeat_env
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.process import helper_heartbeat_env
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import dump_toml
 from prime_rl.utils.scratch import scratch_directory

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from prime_rl.configs.trainer import WeightCheckpointConfig
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.build import own_class
 from prime_rl.trainer.model.lora import (
     PeftAdapter,

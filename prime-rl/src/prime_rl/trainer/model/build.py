@@ -29,7 +29,7 @@ from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.model_files import quantization_fault
 from prime_rl.checks.start_dir import looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.kernels.attention import choose_attention
 from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from prime_rl.run.completion import REFUSED_EXIT_CODE
+from prime_rl.run.process import REFUSED_EXIT_CODE
 from prime_rl.utils.errors import RunError, one_line
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.logger import get_logger

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import STORE_VARIABLE
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.host_memory import map_large_tensors
 from prime_rl.transport.weights import tcp_store

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig, WeightCheckpointConfig
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import export_model

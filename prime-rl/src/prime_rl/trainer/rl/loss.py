@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from prime_rl.configs.losses import (
+from prime_rl.configs.algorithms import (
     BaseSurrogateLossConfig,
     ClipLossConfig,
     DecoupledLossConfig,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs

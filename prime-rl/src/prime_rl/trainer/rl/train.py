@@ -8,10 +8,9 @@ import sys
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.completion import report_completion
 from prime_rl.run.directory import check_output_dir
-from prime_rl.run.lifeline import end_with_launch
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import end_with_launch, report_completion
 from prime_rl.trainer.process.errors import exit_on_error, leaving_at_once
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
-from prime_rl.run.beats import own_beats
 from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.retention import EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainState

@@ -17,7 +17,7 @@ from rich.text import Text
 from prime_rl.checks.time_limit import OutOfTime
 from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch
 from prime_rl.trainer.process.errors import DataError, exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import (

@@ -12,7 +12,7 @@ from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import beyond_end
 from prime_rl.run.attempts import report_restored
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.resuming import summary_of
 from prime_rl.trainer.process.errors import ResumeRefused

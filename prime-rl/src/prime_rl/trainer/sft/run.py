@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.beats import own_beats
 from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.resuming import check_changes, restored_state
 from prime_rl.trainer.checkpoints.retention import EvaluationQueue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
-from prime_rl.run.completion import report_completion
-from prime_rl.run.lifeline import end_with_launch
+from prime_rl.run.process import end_with_launch, report_completion
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.pydantic_config import parse_argv_or_exit

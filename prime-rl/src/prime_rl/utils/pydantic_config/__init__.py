@@ -6,10 +6,11 @@ from prime_rl.utils.pydantic_config.base import (
     BaseConfig,
     BaseSettings,
     derive,
+    dump_toml,
     explicit_values,
     raise_faults,
+    to_toml,
 )
-from prime_rl.utils.pydantic_config.dump import dump_toml, to_toml
 from prime_rl.utils.pydantic_config.load import (
     get_unknown_args,
     load_config,

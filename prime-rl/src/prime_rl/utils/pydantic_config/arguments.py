@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from prime_rl.utils.errors import MAX_FAULTS, ConfigError
+from prime_rl.utils.pydantic_config.faults import advice_for_key
 from prime_rl.utils.pydantic_config.layers import Layer, NoSuchItem, merged, set_at
 from prime_rl.utils.pydantic_config.schema import (
     KeySite,
@@ -20,7 +21,6 @@ from prime_rl.utils.pydantic_config.schema import (
     sections_among,
     shortcuts_of,
 )
-from prime_rl.utils.pydantic_config.suggest import advice_for_key
 from prime_rl.utils.pydantic_config.values import NULLS, BadText, parse_text
 from prime_rl.utils.tables import KeyPath
 

@@ -1,21 +1,23 @@
-"""Defines the two base classes of all configs, reads the sources of a root config, and prepares raw data."""
+"""The two base classes of all configs: they read the sources of a root config, prepare raw data, and write TOML."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 import pydantic_settings
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource, SettingsConfigDict
 
+from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config.arguments import arguments_layer
 from prime_rl.utils.pydantic_config.environment import environment_layer
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
@@ -264,3 +266,27 @@ class BaseSettings(pydantic_settings.BaseSettings):
     def advice_for_key(cls, key: str, as_flag: bool = False) -> str | None:
         """Return what to write instead of a key of another version, or None for any other key."""
         return None
+
+
+# A config as a TOML file that loads to an equal config.
+
+
+def to_toml(config: BaseModel, exclude: Collection[str] = ()) -> str:
+    """Return every value of `config` as TOML, except the root keys in `exclude`. None is written as `"None"`."""
+    return tomli_w.dumps(_plain(config.model_dump(exclude=set(exclude))))
+
+
+def dump_toml(config: BaseModel, path: Path, exclude: Collection[str] = ()) -> None:
+    """Write `to_toml(config)` to `path` atomically."""
+    with replacing_file(Path(path)) as scratch:
+        scratch.write_text(to_toml(config, exclude), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None:
+        return NULL_TEXT
+    return str(value) if isinstance(value, PurePath) else value

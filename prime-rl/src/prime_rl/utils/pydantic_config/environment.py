@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_rl.utils.errors import ConfigError, ConfigWarning
+from prime_rl.utils.pydantic_config.faults import nearest_keys
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
 from prime_rl.utils.pydantic_config.schema import Section, find_key
-from prime_rl.utils.pydantic_config.suggest import nearest_keys
 from prime_rl.utils.pydantic_config.values import BadText, parse_text
 from prime_rl.utils.tables import KeyPath
 

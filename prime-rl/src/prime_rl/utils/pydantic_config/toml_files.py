@@ -14,8 +14,8 @@ from uuid import uuid4
 from prime_rl.utils.errors import ConfigError
 from prime_rl.utils.files import open_regular
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
-from prime_rl.utils.pydantic_config.raw import data_fault
 from prime_rl.utils.pydantic_config.schema import Section, is_boolean_flag
+from prime_rl.utils.pydantic_config.values import data_fault
 
 _TOML_PLACE = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 BASES_KEY = "toml_files"

@@ -26,8 +26,8 @@ from prime_rl.inference.embedded.engine.weights import WeightSource, read_weight
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
 from prime_rl.inference.model_files import WeightError, check_base_version
 from prime_rl.monitors.trace import own_trace
-from prime_rl.run.beats import ANYONE, own_beats
 from prime_rl.run.paths import step_of
+from prime_rl.run.process import ANYONE, own_beats
 from prime_rl.utils.logger import get_logger
 
 Draw = tuple[Sample, int, float, TopLogprobs | None]

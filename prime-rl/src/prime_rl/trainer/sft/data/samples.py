@@ -10,7 +10,7 @@ import numpy as np
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
-from prime_rl.run.beats import own_beats
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample, UnmaskableSample
 from prime_rl.trainer.sft.data.places import Place, Places

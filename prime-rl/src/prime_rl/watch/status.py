@@ -14,9 +14,8 @@ from prime_rl.launch.logs import polled
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.files import replacing_file
-from prime_rl.watch.overview.facts import Doing, Figure, Overview, Reader
-from prime_rl.watch.overview.words import printable, shown_clock, steps_words
-from prime_rl.watch.progress import clock
+from prime_rl.watch.facts import Doing, Figure, Overview, Reader
+from prime_rl.watch.progress import clock, printable, shown_clock, steps_words
 
 LOOK_EVERY_S = 5.0
 REFRESH_EVERY_S = 60.0

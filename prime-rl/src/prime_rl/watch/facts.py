@@ -20,11 +20,10 @@ from prime_rl.history.attempts import Attempt
 from prime_rl.history.metrics import MetricLog
 from prime_rl.history.run import Kind, RunHistory, RunState
 from prime_rl.launch.logs import HEAD, Follower, tail
-from prime_rl.run.beats import ANYONE
 from prime_rl.run.lock import LOCK_NAME, Holder
 from prime_rl.run.paths import EvalPaths, stable_steps
-from prime_rl.watch.overview.words import printable
-from prime_rl.watch.progress import Pace, step_text
+from prime_rl.run.process import ANYONE
+from prime_rl.watch.progress import Pace, printable, step_text
 
 # Finished rollouts of `eval`, by weights and environment.
 

@@ -1,24 +1,37 @@
-"""Tells the launcher what a process is doing, so that one that hangs is found.
+"""A process of a launch: its heartbeat, its clearance to load a model, its completion, and its end with the launch.
 
-Each process has a file, `OUT/control/<process>.beat`. Its first line is overwritten in place; what follows is left from
-longer lines. A process writes when it makes progress, never by a timer, which would go on while the process hangs. A
-write takes a few microseconds and is not flushed to disk.
+Launcher and processes meet in files. Their paths come in environment variables; a process that no launcher has started
+has none of them, and everything here does nothing in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import functools
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
+import prime_rl
 from prime_rl.run.paths import TRACE_VARIABLE
+from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.scratch import OWNER_LOCK
+
+# The heartbeat. Each process has a file, `OUT/control/<process>.beat`. Its first line is overwritten in place; what
+# follows is left from longer lines. A process writes when it makes progress, never by a timer, which would go on while
+# the process hangs. A write takes a few microseconds and is not flushed to disk.
+
 
 HEARTBEAT_VARIABLE = "BEAT_FILE"
 """Environment variable of a process: the file of its heartbeat."""
@@ -191,3 +204,108 @@ def clear_heartbeats(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     for each in (file, *file.parent.glob(f"{file.name}+*")):
         each.unlink(missing_ok=True)
+
+
+# Clearance: an engine does not load its model until the environments of its run have been checked. Its process starts
+# at once, because its imports take as long as those of the environments.
+
+
+CLEARANCE_VARIABLE = "ENGINE_WAITS_FOR"
+"""Environment variable of a server: the file that appears when it may load its model."""
+_LOOK_S = 0.05
+
+
+def wait_for_clearance(env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Return when the file that `env` names exists, or at once if it names none. `say` receives a line about a wait.
+
+    There is no time limit: the launcher stops the server if the process that checks the environments ends.
+    """
+    file = env.get(CLEARANCE_VARIABLE)
+    if file is not None and not Path(file).exists():
+        _wait(Path(file), say)
+    own_beats().say("loading the model")
+
+
+def _wait(file: Path, say: Callable[[str], None]) -> None:
+    own_beats().say("waiting until the environments are checked", waits_for="orchestrator")
+    say(f"The model loads when the orchestrator has checked the environments and made {file}")
+    while not file.exists():
+        time.sleep(_LOOK_S)
+
+
+def give_clearance(file: Path) -> None:
+    """Let the engine load its model."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+
+
+# Completion: a process has done all of its work, or refuses the run. Exit code 0 is not enough: the code of an
+# environment, or a library, may call `sys.exit(0)` or `os._exit(0)` at any time.
+
+
+COMPLETION_VARIABLE = "COMPLETION_MARKER"
+"""Environment variable of a process: the file that it makes when its work is done."""
+REFUSED_EXIT_CODE = 2
+"""Exit code of a process that refuses the run as configured, and would refuse it again."""
+
+TRAINER_VARIABLE = "TRAINER_COMPLETION"
+"""Environment variable of an evaluator next to a training: the file that the trainer makes when it is done."""
+
+
+def report_completion() -> None:
+    """Make the file that the launcher looks for. Does nothing in a process that no launcher has started."""
+    marker = os.environ.get(COMPLETION_VARIABLE)
+    if marker is not None:
+        Path(marker).touch()
+
+
+def clear_completion(marker: Path) -> None:
+    """Remove the marker of an earlier launch, and make its directory."""
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.unlink(missing_ok=True)
+
+
+# The lifeline ends a launch whose launcher and guard were both killed: the work falls to its children.
+#
+# Launcher and guard hold a lock on the launch's directory. A thread in each child waits for that lock. It gets it once
+# both are gone, and starts a new guard, which ends the child too. The death of a child's parent continues it if it was
+# stopped (SIGSTOP): a stopped child never ends.
+
+
+_GUARD = Path(prime_rl.__file__).parent / "launch" / "reaper.py"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launch(environ: Mapping[str, str] = os.environ) -> None:
+    """Watch over the launch that started this process, if one did. Call it first in `main`."""
+    directory = Path(environ.get(LAUNCH_VARIABLE, ""))
+    with contextlib.suppress(OSError):
+        lock = os.open(directory / OWNER_LOCK, os.O_RDWR)
+        _continue_when_parent_dies()
+        Thread(target=_watch, args=(directory, lock), name="lifeline", daemon=True).start()
+
+
+def _continue_when_parent_dies() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
+
+def _watch(directory: Path, lock: int) -> None:
+    # Shared, so that a child that hangs with the lock does not keep the others from it.
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if directory.exists():
+        start_guard(directory, lock, stdin=subprocess.DEVNULL)
+
+
+def start_guard(directory: Path, *held: int, stdin: int) -> subprocess.Popen[bytes]:
+    """A guard of the launch, which keeps the descriptors `held` open, and works once its stdin ends."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_GUARD), str(directory)],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # Not one of the processes that it ends.
+        env={name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE},
+        start_new_session=True,
+        pass_fds=held,
+    )

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from prime_rl.watch.overview.facts import LOSS, PART, Doing, Figure, Overview, Reader, as_json
-from prime_rl.watch.overview.words import shown_clock, steps_words
-from prime_rl.watch.progress import RunProgress, clock, sparkline
+from prime_rl.watch.facts import LOSS, PART, Doing, Figure, Overview, Reader, as_json
+from prime_rl.watch.progress import RunProgress, clock, shown_clock, sparkline, steps_words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
