@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_rl.checks.chat_templates import NAMED, read_template
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rl import RLConfig
-from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, generation_defaults, load_text
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 

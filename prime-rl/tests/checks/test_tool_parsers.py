@@ -10,7 +10,7 @@ import pytest
 from jinja2 import Environment
 
 from prime_rl.checks.chat_templates import parser_of_template
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS
 
 # How each family writes calls, in a short template of our own. `EACH` begins the loop over them.
 FORMS = {

@@ -14,11 +14,11 @@ import pytest
 
 from prime_rl.checks.engines import EMBEDDED_TOOL_PARSERS, choose_backend, embedded_faults, option_faults
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS
 from prime_rl.launch import reserved_ports
 from prime_rl.launch.devices import SPIN_VARIABLE, spin_env
 from prime_rl.utils.pydantic_config import load_config
-from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.scratch import LAUNCH_VARIABLE
 
 from .conftest import Server
 

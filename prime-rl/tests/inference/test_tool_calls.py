@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS, ToolCall
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, ToolCall
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Köln"}}'
 CALL = ToolCall("weather", '{"city": "Köln"}')

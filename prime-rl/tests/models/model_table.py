@@ -25,9 +25,8 @@ from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.trainer.kernels.attention import FLEX
-from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.build import check_scoring, setup_model
 from prime_rl.trainer.model.scoring import enable_scoring
-from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world

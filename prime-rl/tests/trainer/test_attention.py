@@ -33,10 +33,9 @@ from prime_rl.trainer.kernels.attention import (
     varlen_arguments,
     varlen_attention,
 )
-from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.build import check_scoring, setup_model
 from prime_rl.trainer.model.layouts import PrefixTree, SequenceBlocks, sequence_bounds
 from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
-from prime_rl.trainer.model.start_check import check_scoring
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.utils.logger import setup_logger

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.scratch import LAUNCH_VARIABLE
 from prime_rl.utils.waiting import REMIND_EVERY_S, Wait, advice_on
 
 

@@ -71,7 +71,7 @@ class Speaker:
         Raises:
             CannotAnswer: the template rejects the conversation, or it is longer than the model's context.
         """
-        from prime_rl.inference.embedded.http.stream import SampleStream
+        from prime_rl.inference.embedded.http.answers import SampleStream
 
         asked = [*self._messages, {"role": "user", "content": message}]
         name = ADAPTER if self._model.adapter is not None else None

@@ -34,7 +34,7 @@ from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engin
 from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import get_unknown_args, parse_argv_or_exit
-from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.scratch import LAUNCH_VARIABLE
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 

@@ -25,8 +25,7 @@ from threading import Thread
 
 import prime_rl
 from prime_rl.run.paths import TRACE_VARIABLE
-from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
-from prime_rl.utils.scratch import OWNER_LOCK
+from prime_rl.utils.scratch import LAUNCH_VARIABLE, OWNER_LOCK
 
 # The heartbeat. Each process has a file, `OUT/control/<process>.beat`. Its first line is overwritten in place; what
 # follows is left from longer lines. A process writes when it makes progress, never by a timer, which would go on while

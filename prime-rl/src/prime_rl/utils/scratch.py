@@ -23,6 +23,9 @@ OWNER_LOCK = "owner.lock"
 LAUNCH_KIND = "launch"
 """Directories of launches. Only launchers remove abandoned ones, because processes may be left too."""
 
+LAUNCH_VARIABLE = "PRIME_RL_LAUNCH"
+"""Environment variable of the processes of a launch: its directory."""
+
 _SETTLED_S = 60.0
 """A socket that refuses connections may be one that its owner has bound a moment ago."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.pydantic_config.environment import LAUNCH_VARIABLE
+from prime_rl.utils.scratch import LAUNCH_VARIABLE
 
 REMIND_EVERY_S = 60.0
 

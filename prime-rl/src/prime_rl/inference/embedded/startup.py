@@ -19,10 +19,9 @@ from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
 from prime_rl.inference.embedded.engine.scheduler import EngineLimits
-from prime_rl.inference.embedded.engine.text import generation_defaults, load_text
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, generation_defaults, load_text
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.service import ServedModel, Service
-from prime_rl.inference.embedded.http.tool_calls import TOOL_PARSERS
 from prime_rl.inference.model_files import DEFAULT_MAX_RANK
 from prime_rl.launch.devices import usable_cores
 from prime_rl.run.process import wait_for_clearance

@@ -1,40 +1,267 @@
-"""Runs the RL trainer: builds its components, resumes from a checkpoint, and trains."""
+"""Runs the RL trainer: builds its components, resumes from a checkpoint, and trains step by step."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 
-from transformers import PretrainedConfig, PreTrainedModel
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from prime_rl.configs.trainer import ParityConfig, TrainerConfig, beyond_end
+from prime_rl.configs.trainer import ParityConfig, TrainerConfig, WeightCheckpointConfig, beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.resuming import check_changes, restored_state, summary_of
-from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state, summary_of
+from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
-from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak
-from prime_rl.trainer.process.errors import ResumeRefused
-from prime_rl.trainer.process.mesh import Mesh, setup_mesh
+from prime_rl.trainer.process.errors import DivergedError, ResumeRefused, TrainerError
+from prime_rl.trainer.process.host_memory import return_freed_memory
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.rl.loop import Components, RLTrainer, Stopped
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.parity import ParityGate
-from prime_rl.trainer.rl.report import Reporter
-from prime_rl.trainer.rl.rows import vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward
+from prime_rl.trainer.rl.report import MetricValues, Reporter, StepReport, Stopwatch
+from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.waiting import Wait, advice_on
+
+# The loop.
+
+
+POLL_S = 0.02
+"""Interval in seconds between polls for a batch. A small model's step takes a few tenths of a second."""
+
+QUIET_S = 60.0
+"""A batch may take a while: a wait for it is logged after this time."""
+
+
+class _BatchStatus(IntEnum):
+    """State of the next batch, as the main process sees it."""
+
+    WAIT = 0
+    READY = 1
+    LATE = 2
+
+
+class Stopped(Exception):
+    """A signal stopped the trainer after `step` steps. The checkpoint, if configured, has been written."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Everything that the training loop needs."""
+
+    state: TrainState
+    tokenizer: PreTrainedTokenizerBase
+    batches: BatchSource
+    data_axis: DataAxis
+    forward_backward: ForwardBackward
+    kept: KeptLogprobs
+    parity: ParityGate
+    broadcast: Broadcast
+    checkpoints: CheckpointManager | None
+    reporter: Reporter
+    published_dtype: torch.dtype
+    """Dtype of the weights for the inference servers."""
+    export_dtype: torch.dtype
+    """Dtype of the weights in `OUT/weights`."""
+
+
+class RLTrainer:
+    """Trains on one batch per step and publishes the new policy, until `max_steps`.
+
+    Step s turns policy version s into version s + 1; `progress.step` is the current version.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, paths: RunPaths, process: Process, components: Components, signals: SignalBox
+    ) -> None:
+        self.config = config
+        self.paths = paths
+        self.process = process
+        self.components = components
+        self.signals = signals
+        self.progress = components.state.progress
+        self.times = Stopwatch()
+        self.beats = own_beats()
+        self._saved_version = self.progress.step
+
+    def run(self) -> None:
+        """Train until `max_steps`.
+
+        Raises:
+            Stopped: a signal arrived before that.
+        """
+        if self.progress.step == self.config.max_steps and self.process.is_main:
+            get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
+        if self.progress.step > 0:
+            self._publish()  # a resumed orchestrator waits for the current version
+        while self.config.max_steps is None or self.progress.step < self.config.max_steps:
+            rows = self._receive()
+            report = self._train_step(rows)
+            self._publish()
+            self._save_if_due()
+            return_freed_memory(self.progress.step)
+            self.components.reporter.report(report, self.times.lap())
+            self.beats.started()
+        self._finish()
+
+    def _receive(self) -> list[Row]:
+        """Wait for this data rank's rows, and handle signals while waiting. Collective.
+
+        Raises:
+            Stopped: a signal arrived.
+            TrainerError: the orchestrator sends no batch in time. The state is saved.
+        """
+        run, step = self.paths.orchestrator, self.progress.step
+        advice = advice_on("orchestrator", run.root, run.log)
+        wait = Wait(
+            f"the orchestrator's batch of step {step}", advice, self.config.batch_timeout, "batch_timeout", QUIET_S
+        )
+        self.beats.say(f"step {step}: waiting for a batch", waits_for="orchestrator")
+        with self.times("wait_for_batch"):
+            while True:
+                requests = self.signals.take()
+                if requests.save or requests.stop:
+                    self._save()
+                if requests.stop:
+                    raise Stopped(step)
+                status = self._batch_status(wait)
+                if status is _BatchStatus.READY:
+                    break
+                if status is _BatchStatus.LATE:
+                    self._save()
+                    raise TrainerError(wait.fault)
+                time.sleep(POLL_S)
+        self.beats.say(f"step {step}: reading the batch")
+        with self.times("load_data"):
+            return [
+                Row.from_message(message, self.process.device)
+                for message in self.components.batches.take(self.progress.step)
+            ]
+
+    def _batch_status(self, wait: Wait) -> _BatchStatus:
+        """Check for a batch on rank 0 and share the result, so that all ranks stay in step. Collective."""
+        status = torch.tensor(self._look_for_batch(wait) if self.process.is_main else 0)
+        dist.broadcast(status, src=0)
+        return _BatchStatus(int(status))
+
+    def _look_for_batch(self, wait: Wait) -> _BatchStatus:
+        if self.components.batches.is_ready(self.progress.step):
+            return _BatchStatus.READY
+        return _BatchStatus.LATE if wait.is_over() else _BatchStatus.WAIT
+
+    def _train_step(self, rows: list[Row]) -> StepReport:
+        step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
+        self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
+        self.components.parity.check(rows, self.components.forward_backward, version=step)
+        values, sizes, grad_norms = MetricValues(), [], []
+        with self.times("forward_backward"):
+            for minibatch in self._minibatches(rows):
+                self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
+                sizes.append(StepSize.from_rows(minibatch, self.components.data_axis))
+                values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
+                grad_norms.append(self._update_weights())
+            self.components.state.policy.scheduler.step()
+        with self.times("keep_logprobs"):
+            self.components.kept.write(step)
+        size = StepSize.total(sizes)
+        self.progress.advance(size.tokens, size.sequences)
+        axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
+        recorded = {} if stats is None else stats.export(axis.collective_group)
+        return StepReport(step, size, values.gather(axis), sum(grad_norms) / len(grad_norms), lr, recorded)
+
+    def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
+        """Split rows by optimizer update, in order."""
+        count = 1 + max(row.minibatch for row in rows)
+        if count > 1 and self.components.forward_backward.loss.needs_proximal:
+            rows = self.components.forward_backward.with_proximal(rows)
+        return [[row for row in rows if row.minibatch == index] for index in range(count)]
+
+    def _update_weights(self) -> float:
+        """Clip and apply the gradient. Returns its norm before clipping."""
+        state = self.components.state
+        grad_norm = clip_gradients(state.policy.model, self.config.optim.max_norm)
+        if not math.isfinite(grad_norm):
+            raise DivergedError(
+                f"the gradient of step {self.progress.step} is not finite: lower optim.lr or check the rewards"
+            )
+        state.policy.optimizer.step()
+        state.policy.optimizer.zero_grad()
+        return grad_norm
+
+    def _publish(self) -> None:
+        self.beats.say(f"publishing version {self.progress.step}")
+        with self.times("broadcast_weights"):
+            if self.config.max_async_level == 0:
+                # The trainer computes nothing until these weights have made a batch. An engine that shares its GPU, and
+                # wakes up with them, needs the memory.
+                torch.cuda.empty_cache()
+            self.components.broadcast.publish(
+                self.components.state.policy.model, self.progress.step, self.components.published_dtype
+            )
+
+    def _save_if_due(self) -> None:
+        checkpoints, step = self.components.checkpoints, self.progress.step
+        if checkpoints is None or not checkpoints.is_due(step) or step == self.config.max_steps:
+            return
+        self._save()
+        self._export()
+
+    def _save(self) -> None:
+        """Save a checkpoint, unless this version is already saved or is the version that the run started with."""
+        if self.components.checkpoints is None or self.progress.step == self._saved_version:
+            return
+        self.beats.say(f"saving the checkpoint of step {self.progress.step}")
+        with self.times("save_ckpt"):
+            self.components.checkpoints.save(self.components.state, data_position={})
+        self._saved_version = self.progress.step
+        if self.process.is_main:
+            done = "Copied the state for" if self.components.checkpoints.config.async_save else "Saved"
+            get_logger().info(f"{done} checkpoint {self.paths.checkpoint(self.progress.step)}")
+
+    def _export(self) -> None:
+        self.beats.say(f"exporting the weights of step {self.progress.step}")
+        components = self.components
+        if components.checkpoints is not None:
+            components.checkpoints.export(components.state, components.tokenizer, components.export_dtype)
+            return
+        target = self.paths.weight(self.progress.step)
+        export_model(
+            components.state.policy.model,
+            components.tokenizer,
+            target,
+            WeightCheckpointConfig(),
+            components.export_dtype,
+        )
+
+    def _finish(self) -> None:
+        """Export the final weights and, if `[ckpt]` is set, save a final checkpoint to resume from."""
+        self._save()
+        if self.config.bench is None:
+            self._export()
 
 
 def train(config: TrainerConfig, paths: RunPaths) -> None:

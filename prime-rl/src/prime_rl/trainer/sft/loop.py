@@ -14,8 +14,7 @@ from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.retention import EvaluationQueue
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import gather_export, write_export
 from prime_rl.trainer.process.errors import DataError, DivergedError

@@ -14,7 +14,7 @@ from prime_rl.configs.trainer import beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.resuming import summary_of
+from prime_rl.trainer.checkpoints.state import summary_of
 from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.data.places import Place, saved_data_size

@@ -17,10 +17,8 @@ from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.resuming import check_changes, restored_state
-from prime_rl.trainer.checkpoints.retention import EvaluationQueue
-from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer

@@ -11,12 +11,11 @@ from prime_rl.utils.pydantic_config.faults import nearest_keys
 from prime_rl.utils.pydantic_config.layers import Layer, set_at
 from prime_rl.utils.pydantic_config.schema import Section, find_key
 from prime_rl.utils.pydantic_config.values import BadText, parse_text
+from prime_rl.utils.scratch import LAUNCH_VARIABLE
 from prime_rl.utils.tables import KeyPath
 
 PREFIXES = ("PRIME_", "PRIME_RL_")
 """The last prefix wins."""
-LAUNCH_VARIABLE = "PRIME_RL_LAUNCH"
-"""Set in the processes of a launch. The launcher has read the environment for all of them."""
 NOT_KEYS = frozenset(
     {
         LAUNCH_VARIABLE,
@@ -77,6 +76,7 @@ def _variables(root: Section, environ: Mapping[str, str]) -> list[tuple[str, tup
 
 def _ignored(root: Section, environ: Mapping[str, str]) -> Iterator[str]:
     """One line for each variable that is meant for us and is no key of `root`."""
+    # The launcher has read the environment for all of its processes.
     if LAUNCH_VARIABLE in environ:
         return
     for variable in sorted(environ):

@@ -23,8 +23,14 @@ from starlette.types import Receive, Scope, Send
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.errors import EngineBusy, EngineStopped, GenerationFailed
-from prime_rl.inference.embedded.http.answers import Answered, chat_response, completion_response
-from prime_rl.inference.embedded.http.stream import ChatChunks, CompletionChunks, EventStream
+from prime_rl.inference.embedded.http.answers import (
+    Answered,
+    ChatChunks,
+    CompletionChunks,
+    EventStream,
+    chat_response,
+    completion_response,
+)
 from prime_rl.inference.guards import HEALTH, METRICS, BoundBodies, RequireKey
 from prime_rl.inference.model_files import AdapterMissing, WeightError
 from prime_rl.inference.protocol import (

@@ -12,9 +12,8 @@ from transformers import GenerationConfig
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter
-from prime_rl.inference.embedded.engine.text import Text
+from prime_rl.inference.embedded.engine.text import Text, ToolParser
 from prime_rl.inference.embedded.errors import TemplateFailed
-from prime_rl.inference.embedded.http.tool_calls import ToolParser
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
     MAX_CHARS_PER_TOKEN,
