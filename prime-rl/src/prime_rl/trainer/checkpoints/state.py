@@ -1,4 +1,4 @@
-"""The state of a training run that a checkpoint holds, its parts as they are saved, and what a resumed run has restored.
+"""The state of a training run that a checkpoint holds, its saved parts, and what a resumed run has restored.
 
 Frozen weights are left out: they come with the model, and a resumed run must have the same ones.
 """

@@ -104,7 +104,7 @@ def is_plain(head: nn.Linear) -> bool:
 
 
 def enable_scoring(model: PreTrainedModel) -> None:
-    """Enable `score_tokens` on the sharded `model`. Call `start_check.check_scoring` before relying on it."""
+    """Enable `score_tokens` on the sharded `model`. Call `check_scoring` before relying on it."""
     scoring = scoring_of(model)
     scoring.score_tokens = MethodType(_score_tokens, model)
     scoring.layouts, scoring.shares_rows = (Grid,), True

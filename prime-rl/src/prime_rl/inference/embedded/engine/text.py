@@ -1,4 +1,4 @@
-"""Tokenization: encoding, chat templates, incremental detokenization, stop strings, and tool calls in generated text."""
+"""Tokenization: encoding, chat templates, incremental detokenization, stop strings, and tool calls in a text."""
 
 from __future__ import annotations
 
