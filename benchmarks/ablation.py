@@ -52,7 +52,6 @@ def patches(path: str) -> dict[str, Any]:
             "prime_rl.trainer.process.world.map_large_tensors": noop,
             "prime_rl.trainer.optim.optimizer.keep_freed_memory": noop,
         },
-        "padded_tokens": {f"{FUSED}.padded_tokens": lambda count: count},
         "packed_weights": {f"{FUSED}.is_packable": lambda model: False},
         "onednn_decoding": {f"{FUSED}.uses_onednn": lambda weight: False},
         "fused_decoder": {f"{FUSED}.FusedDecoder.supports": staticmethod(lambda m: False)},

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from prime_rl.inference.embedded.engine.fused import MergedLinear, uses_onednn
 from prime_rl.inference.embedded.engine.lora import Adapter, LowRank, StepAdapters
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.inference.embedded.engine.tensors import padded_tokens
 from prime_rl.inference.embedded.engine.weights import read_weights
 
 SITE = ("first", "second")
@@ -125,25 +122,16 @@ def test_a_step_of_any_size_gives_the_logits_of_transformers(name, small_model) 
             torch.testing.assert_close(logits, expected_logits[range(len(ends)), ends], atol=1e-4, rtol=1e-4)
 
 
-def test_padding_ends_with_the_rows_of_the_cache(small_model) -> None:
+def test_a_step_that_fills_the_cache_gives_the_logits_of_transformers(small_model) -> None:
     directory = small_model("qwen2")
     model, _ = load_model(str(directory), "float32", torch.device("cpu"))
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.randint(1, 16, (257, 6), generator=torch.Generator().manual_seed(0))
     runner = ModelRunner(model, 1 << 24)
     runner.slots.reserve(len(tokens), tokens.shape[1])
-    assert padded_tokens(len(tokens)) > runner.slots.rows
     runner.forward([], tokens[:, :-1].tolist(), range(len(tokens)))
     logits, _ = runner.forward(tokens.tolist(), [], [])
     torch.testing.assert_close(logits, reference(tokens).logits[:, -1], atol=1e-4, rtol=1e-4)
-
-
-@given(count=st.integers(1, 1 << 16))
-def test_padding_costs_little_and_leaves_few_sizes(count) -> None:
-    rows = padded_tokens(count)
-    assert count <= rows <= max(count + 7, 1.125 * count)
-    assert padded_tokens(rows) == rows
-    assert len({padded_tokens(smaller) for smaller in range(1, 1025)}) < 48
 
 
 @pytest.mark.parametrize("name", ["qwen3_with_tied_head", "qwen2", "llama"])

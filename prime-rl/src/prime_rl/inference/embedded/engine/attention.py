@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.lora import StepAdapters
-from prime_rl.inference.embedded.engine.tensors import on_device, padded_tokens
+from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.transport.weights import to_device
 
@@ -108,8 +108,6 @@ class SlotStep:
         self.adapters = adapters
         self.prompts = prompts
         self.num_decode = len(decode_positions)
-        self.padded_decode = padded_tokens(self.num_decode) if slots.device.type == "cpu" else self.num_decode
-        """Number of rows to decode at once. The results of those after `num_decode` are dropped."""
         self._decode_targets: dict[int, Tensor] = {}
         if isinstance(decode_positions, Tensor):
             self.decode_positions = decode_positions
@@ -127,13 +125,10 @@ class SlotStep:
         return self._decode_targets[num_heads]
 
     def decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [padded B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens.
-
-        Rows of padding see their first token: the softmax over none would be NaN.
-        """
+        """Additive mask [B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens."""
         if (window, length) not in self._masks:
             columns = torch.arange(length, device=self.slots.device)
-            last = pad(self.decode_positions, (0, self.padded_decode - self.num_decode))[:, None]
+            last = self.decode_positions[:, None]
             visible = columns <= last
             if window is not None:
                 visible &= columns > last - window
@@ -226,16 +221,15 @@ def _decode(
         slot.view(-1, size).index_copy_(0, targets, tokens[:batch].reshape(-1, size))
     common, length = step.decode_span(keys)
     start = common.length if common is not None else 0
-    rows = batch if common is not None else min(step.padded_decode, len(query), len(keys))
-    grouped = (query[:rows] * scaling).view(rows, heads, -1, keys.shape[3])
-    scores = grouped @ keys[:rows, :, start:length].transpose(2, 3)
+    grouped = (query[:batch] * scaling).view(batch, heads, -1, keys.shape[3])
+    scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
     if common is not None:
         scores = torch.cat((common.scores(grouped, keys), scores), -1)
-    weights = scores.add_(step.decode_mask(window, length, scores.dtype)[:rows]).softmax(-1)
-    mixed = weights[..., start:] @ values[:rows, :, start:length]
+    weights = scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1)
+    mixed = weights[..., start:] @ values[:batch, :, start:length]
     if common is not None:
         mixed += common.mix(weights[..., :start], values)
-    return mixed[:batch].view(batch, -1)
+    return mixed.view(batch, -1)
 
 
 def _prefill(

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import PreTrainedModel
 
 from prime_rl.inference.embedded.engine.attention import SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
-from prime_rl.inference.embedded.engine.tensors import padded_tokens
 from prime_rl.utils.limits import usable_memory_bytes
 
 # Linear layers on a CPU through oneDNN, with prepacked weights and fused activations or sums.
@@ -195,19 +194,7 @@ class FusedDecoder:
 
     def logits(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
         """Logits [W, V] at the indices `wanted` of the N tokens."""
-        return self.logits_of(self.hidden_at(step, token_ids_N, position_ids_N, wanted))
-
-    def hidden_at(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, wanted: Tensor) -> Tensor:
-        """Hidden states [W, H] at the indices `wanted` of the N tokens."""
-        if token_ids_N.device.type == "cpu":
-            token_ids_N, position_ids_N = map(_padded, (token_ids_N, position_ids_N))
-        return self.hidden(step, token_ids_N, position_ids_N)[wanted]
-
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits [W, V] of hidden states."""
-        if hidden.device.type != "cpu":
-            return self.head(hidden)
-        return self.head(pad(hidden, (0, 0, 0, padded_tokens(len(hidden)) - len(hidden))))[: len(hidden)]
+        return self.head(self.hidden(step, token_ids_N, position_ids_N)[wanted])
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states."""
@@ -241,9 +228,7 @@ class FusedDecoder:
             rotated = _rms_norm(rotated, layer.head_norm, layer.module.self_attn.q_norm.variance_epsilon)
         rotated = _rotate(rotated, *rotary)
         new = (rotated[:, :num_query], rotated[:, num_query:], heads[:, num_rotated:])
-        attended = attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
-        missing = len(hidden) - len(attended)
-        return pad(attended, (0, 0, 0, missing)) if missing else attended
+        return attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
 
 
 def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
@@ -262,10 +247,6 @@ def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
         down=merged("mlp", "down_proj"),
         window_owner=window_owner,
     )
-
-
-def _padded(values_N: Tensor) -> Tensor:
-    return pad(values_N, (0, padded_tokens(len(values_N)) - len(values_N)))
 
 
 def _norm(hidden: Tensor, module: Any) -> Tensor:

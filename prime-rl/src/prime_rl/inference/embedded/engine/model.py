@@ -248,8 +248,8 @@ class ModelRunner:
         position_ids = on_device(positions, self.device)
         wanted_index = on_device(wanted, self.device)
         if self._fused is not None:
-            decoder, hidden = self._fused, self._fused.hidden_at(step, token_ids, position_ids, wanted_index)
-            return lambda part: decoder.logits_of(hidden[part])
+            decoder, hidden = self._fused, self._fused.hidden(step, token_ids, position_ids)[wanted_index]
+            return lambda part: decoder.head(hidden[part])
         self._hooks.current = step.adapters
         output = self.model(
             input_ids=token_ids[None],

@@ -21,14 +21,6 @@ def rounded_up(size: int, least_step: int, steps_per_doubling: int) -> int:
     return -(-size // step) * step
 
 
-def padded_tokens(count: int) -> int:
-    """The number of tokens to compute instead of `count`: up to 7 more, or up to an eighth more.
-
-    oneDNN compiles a kernel for every new number of tokens, which takes some 0.3 ms, and keeps a limited number.
-    """
-    return count if count <= 8 else rounded_up(count, least_step=8, steps_per_doubling=8)
-
-
 # Moves values that the host decides to the model's device without waiting for it, as `to_device` does.
 #
 # `torch.tensor(values, device="cuda")` waits until the GPU has done all its work.
