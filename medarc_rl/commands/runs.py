@@ -125,12 +125,12 @@ def watch(options: WatchOptions) -> int:
     stream = overview.prepared(sys.stdout)
     try:
         if options.once:
-            overview = reader.read()
+            state = reader.read()
             if options.json:
-                overview.print_json(overview, stream, indent=1)
+                overview.print_json(state, stream, indent=1)
             else:
-                overview.print_once(overview, stream)
-            return overview.exit_code_of(overview)
+                overview.print_once(state, stream)
+            return overview.exit_code_of(state)
         if options.json:
             return overview.follow_json(reader, stream, options.interval)
         follow = overview.follow_live if overview.is_live(stream) else overview.follow_lines

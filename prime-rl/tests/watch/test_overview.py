@@ -17,7 +17,7 @@ from run_folders import START_S, STEP_S, RunFolder
 from prime_rl.history.run import RunHistory
 from prime_rl.launch.logs import Follower
 from prime_rl.run.paths import EvalPaths
-from prime_rl.watch import overview
+from prime_rl.watch import overview as screen
 from prime_rl.watch.facts import Overview, Reader, as_json, last_notices, uses_of
 from prime_rl.watch.overview import drawn
 from prime_rl.watch.progress import printable
@@ -89,7 +89,7 @@ def test_a_run_that_has_ended_shows_why(run: RunFolder, result: str, words: str,
     overview = overview_of(run)
     shown = text_of(overview)
     assert (result in shown, words in shown, "1:40 elapsed" in shown) == (True, True, True)
-    assert overview.exit_code_of(overview) == code
+    assert screen.exit_code_of(overview) == code
     assert ("waits for" in shown) == (result != "complete")
 
 
@@ -199,7 +199,7 @@ def test_an_empty_run_can_be_drawn(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "new")
     overview = overview_of(folder)
     assert "no step yet" in text_of(overview)
-    assert overview.has_not_begun(overview)
+    assert screen.has_not_begun(overview)
 
 
 def test_notices_are_those_of_the_last_attempt_once_each(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_lines_follow_each_new_step_until_the_end(run: RunFolder) -> None:
         else:
             run.attempt("complete")
 
-    code = overview.follow_lines(Reader(RunHistory.open(run.paths.root)), stream, 1.0, pause)
+    code = screen.follow_lines(Reader(RunHistory.open(run.paths.root)), stream, 1.0, pause)
     shown = stream.getvalue()
     assert code == 0
     assert shown.startswith("demo: rl, running, step 2 (3/10)\n")
@@ -240,7 +240,7 @@ def test_lines_follow_each_new_step_until_the_end(run: RunFolder) -> None:
 def test_json_lines_follow_changes(run: RunFolder) -> None:
     stream = io.StringIO()
     changes = iter([lambda: None, lambda: run.rl_step(3, 0.5), lambda: run.attempt("failed", "it broke")])
-    code = overview.follow_json(Reader(RunHistory.open(run.paths.root)), stream, 1.0, lambda seconds: next(changes)())
+    code = screen.follow_json(Reader(RunHistory.open(run.paths.root)), stream, 1.0, lambda seconds: next(changes)())
     readings = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert code == 1
     assert [(each["state"]["name"], each["last_step"]) for each in readings] == [
