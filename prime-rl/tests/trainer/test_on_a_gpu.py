@@ -30,7 +30,7 @@ from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.report import MetricValues
+from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow

@@ -16,7 +16,7 @@ from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import Loss, LossInputs
-from prime_rl.trainer.rl.report import MetricValues
+from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row
 
 
