@@ -35,8 +35,8 @@ from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches,
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
+from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
