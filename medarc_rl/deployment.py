@@ -14,7 +14,7 @@ from prime_rl.configs.areal.mode import AllocationError
 from prime_rl.configs.areal.mode import parse as parse_allocation
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.judges import frozen_judges, frozen_models
+from prime_rl.configs.rollouts.judges import frozen_judges
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.placement import ResourceRequest
 from prime_rl.launch.plan import eval_request, rl_request, sft_request
@@ -255,7 +255,7 @@ def training_gpus(config: SFTConfig) -> int:
 def frozen_gpus(config: SFTConfig | RLConfig | OfflineEvalConfig) -> int:
     """Number of GPUs of the judges and of the teacher that a run starts, which are on one node."""
     if isinstance(config, RLConfig):
-        models = frozen_models(config)
+        models = config.frozen_models
     else:
         asking = config.eval if isinstance(config, SFTConfig) else config
         models = () if asking is None else frozen_judges(asking.judge, config.device)

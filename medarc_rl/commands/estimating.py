@@ -85,13 +85,12 @@ def rl_answer(
     """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
-    from prime_rl.configs.rollouts.judges import frozen_models
 
     trained = config.trainer.model
     shape = _shape(place(trained.name), trained.debug.num_layers)
     shapes = shape, _shape(place(config.inference.model.name)) if config.inference is not None else shape
 
-    frozen = _frozen_shapes(frozen_models(config), place)
+    frozen = _frozen_shapes(config.frozen_models, place)
 
     def estimate(run: Variant) -> Estimate:
         device = _device(config.device, gpu, in_job)

@@ -17,7 +17,6 @@ from prime_rl.configs.rollouts.judges import (
     FrozenModel,
     JudgeConfig,
     frozen_judges,
-    frozen_models,
     started_judges,
 )
 from prime_rl.configs.sft import evaluation_of
@@ -81,7 +80,7 @@ def rl_request(config: RLConfig) -> ResourceRequest:
         train=deployment.num_train_gpus if train_ids is None else len(train_ids),
         infer_ids=None if infer_ids is None else tuple(infer_ids),
         train_ids=None if train_ids is None else tuple(train_ids),
-        frozen=_gpus_of(frozen_models(config)),
+        frozen=_gpus_of(config.frozen_models),
     )
 
 
@@ -183,7 +182,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, placement: Placement, resume_step
     orchestrator = _with_teacher(orchestrator, config, head)
     processes = _with_transport_key(
         (
-            *_frozen_servers("rl", frozen_models(config), paths, head, _threads(head, infer_at_once) | waits),
+            *_frozen_servers("rl", config.frozen_models, paths, head, _threads(head, infer_at_once) | waits),
             *_with_key(servers, orchestrator, config.orchestrator.client, placement),
             *_trainer("rl", ranks, paths, train_placements, envs, *broadcast, *members, *sockets, *resume),
         ),
@@ -243,7 +242,7 @@ def component_configs(config: RLConfig) -> dict[str, BaseSettings]:
         "rl": config,
         "trainer": config.trainer,
         "orchestrator": config.orchestrator,
-        **{each.process: each.server for each in frozen_models(config)},
+        **{each.process: each.server for each in config.frozen_models},
     }
     return sections if config.inference is None else {**sections, "inference": config.inference}
 
@@ -281,7 +280,7 @@ def _spins(placement: Placement) -> dict[str, str]:
 
 def _spins_in_turns(config: RLConfig, placement: Placement) -> dict[str, str]:
     """At async level 0, inference and trainer take turns, so their threads may spin. A judge or teacher takes none."""
-    takes_turns = config.orchestrator.max_async_level == 0 and not frozen_models(config)
+    takes_turns = config.orchestrator.max_async_level == 0 and not config.frozen_models
     return _spins(placement) if takes_turns else {}
 
 
@@ -355,7 +354,7 @@ def _with_teacher(user: ProcessSpec, config: RLConfig, placement: Placement) -> 
         return user
     flags: tuple[str, ...] = ("--teacher-model.client.api-key-var", TEACHER_KEY_VARIABLE)
     key, env = named_key(teacher.client.api_key_var, placement.env), user.env
-    ports = dict(zip((each.process for each in frozen_models(config)), placement.ports.frozen, strict=True))
+    ports = dict(zip((each.process for each in config.frozen_models), placement.ports.frozen, strict=True))
     if TEACHER in ports:
         key, url = placement.engine_key, teacher.client.base_url[0]
         if placement.ports.inference is not None:

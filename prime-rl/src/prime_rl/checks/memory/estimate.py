@@ -15,7 +15,7 @@ from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.shapes import ModelShape, count
 from prime_rl.checks.memory.training import BYTES, Device, Training, copied_state, host_memory, peak_memory
 from prime_rl.configs.model import cpu_row_tokens
-from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges, frozen_models
+from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.limits import usable_memory_bytes
 
@@ -311,7 +311,7 @@ def estimate_rl(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
     room = _room(gpu, device, processes // train_nodes)
-    of_frozen = list(_frozen(frozen_models(config), frozen, gpu, device))
+    of_frozen = list(_frozen(config.frozen_models, frozen, gpu, device))
     if device == "cpu" and room is not None:
         room -= sum(each.needed_bytes for each in of_frozen) // processes
     components = [_trainer(training, room, trainer.ckpt)]

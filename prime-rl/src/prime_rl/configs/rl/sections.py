@@ -22,7 +22,7 @@ from prime_rl.configs.ranges import (
     TransferSeconds,
     WholeNumber,
 )
-from prime_rl.configs.rollouts.judges import Judges
+from prime_rl.configs.rollouts.judges import TEACHER, TEACHER_AT_ONCE, FrozenModel, Judges, frozen_judges
 from prime_rl.configs.rollouts.sampling import SamplingConfig
 from prime_rl.configs.shared import TEACHER_ELSEWHERE, Device, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -232,6 +232,16 @@ class RunSections(SharedSettings):
     teacher_inference: InferenceConfig | None = None
     """The teacher's server. None starts none, unless `deployment.num_teacher_gpus` is set: it is then as
     `[inference]`."""
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """The judges and the teacher that the run starts. The teacher is last."""
+        judges = frozen_judges(self.orchestrator.judge, self.device)
+        if self.teacher_inference is None or self.deployment.type != "single_node":
+            return judges
+        gpus = 0 if self.device == "cpu" else self.deployment.num_teacher_gpus or 0
+        longest = self.orchestrator.seq_len + 1
+        return *judges, FrozenModel(TEACHER, "teacher", self.teacher_inference, gpus, TEACHER_AT_ONCE, longest)
 
 
 # Rules that no component can check alone. They see the sections with the shared settings in them.

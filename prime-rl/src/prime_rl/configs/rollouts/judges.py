@@ -19,7 +19,6 @@ from prime_rl.configs.shared import Device, Url
 from prime_rl.utils.pydantic_config import BaseConfig
 
 if TYPE_CHECKING:
-    from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.rollouts.environments import EnvConfig
 
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -218,16 +217,3 @@ def frozen_judges(judges: Mapping[str, JudgeConfig], device: Device) -> tuple[Fr
         )
         for name, judge in started_judges(judges).items()
     )
-
-
-def frozen_models(config: RLConfig) -> tuple[FrozenModel, ...]:
-    """The judges and the teacher that a run of RL starts. The teacher is last."""
-    return *frozen_judges(config.orchestrator.judge, config.device), *_teacher(config)
-
-
-def _teacher(config: RLConfig) -> Iterator[FrozenModel]:
-    deployment = config.deployment
-    if config.teacher_inference is not None and deployment.type == "single_node":
-        gpus = 0 if config.device == "cpu" else deployment.num_teacher_gpus or 0
-        longest = config.orchestrator.seq_len + 1
-        yield FrozenModel(TEACHER, "teacher", config.teacher_inference, gpus, TEACHER_AT_ONCE, longest)
