@@ -81,7 +81,7 @@ enforce_eager = true
 """
 MODEL = ("--model.name", ROOT / "examples" / "reverse_text" / "checkpoint")
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def submit(command: str, *words: object) -> Result:
