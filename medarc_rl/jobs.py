@@ -94,7 +94,8 @@ def _takes_secret(option: str) -> bool:
     return bare and option not in _FLAGS | _REFERENCES and is_secret_name(option)
 
 
-State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
+State = Literal["queued", "running", "succeeded", "failed", "stopped", "cancelled", "unknown"]
+"""`stopped`: it saved and stopped, as before its time limit, and can be resumed."""
 STATES: tuple[State, ...] = get_args(State)
 FORMAT = 1
 """Changes when a record's layout does."""
@@ -114,7 +115,7 @@ class Status:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in ("succeeded", "failed", "cancelled")
+        return self.state in ("succeeded", "failed", "stopped", "cancelled")
 
     @property
     def goes_on(self) -> bool:

@@ -21,9 +21,9 @@ from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs import LAST, JobLog, JobRecord, State, Status
 from prime_rl.watch.progress import printable, visible
 
-CODES: Mapping[State, int] = {"succeeded": 0, "failed": 1, "cancelled": 3, "unknown": 4}
+CODES: Mapping[State, int] = {"succeeded": 0, "failed": 1, "cancelled": 3, "unknown": 4, "stopped": 5}
 """Exit codes of `wait`."""
-_WORST_FIRST: Sequence[State] = ("failed", "cancelled", "unknown")
+_WORST_FIRST: Sequence[State] = ("failed", "cancelled", "unknown", "stopped")
 TIMED_OUT = 124
 """The exit code of `timeout`."""
 INTERRUPTED = 130
@@ -163,7 +163,8 @@ def wait(options: WaitOptions) -> int:
     """Wait until all of these jobs have ended.
 
     Exit code: 0 if all succeeded; otherwise that of the first in the order 1 failed, 3 cancelled, 4 unknown to the
-    back-end; 124 after --timeout; 130 after Ctrl-C. The jobs go on after the last two.
+    back-end, 5 stopped so that it can be resumed; 124 after --timeout; 130 after Ctrl-C. The jobs go on after the last
+    two.
     """
     log = JobLog.of_user()
     return wait_for([log.find(name) for name in options.jobs], log, options)
@@ -207,7 +208,7 @@ def wait_for(records: Sequence[JobRecord], log: JobLog, options: WaitOptions) ->
                     waiting.remove(record)
                     states.add(found.state)
                     detail = f": {found.detail}" if found.detail else ""
-                    say(printable(f"{record.name} ({record.id}): {found.state}{detail}"))
+                    say(printable(f"{record.name} ({record.id}): {state_words(found)}{detail}"))
             if not waiting:
                 return next((CODES[state] for state in _WORST_FIRST if state in states), 0)
             if end_s is not None and time.monotonic() >= end_s:
@@ -269,7 +270,11 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 def _cells(record: JobRecord, status: Status) -> tuple[str, ...]:
     texts = (record.key, record.name, record.backend, record.id)
     shown = tuple(printable(text, _MAX_CHARS) for text in texts)
-    return (*shown, status.state, local_time(record.submitted), printable(record.output))
+    return (*shown, state_words(status), local_time(record.submitted), printable(record.output))
+
+
+def state_words(status: Status) -> str:
+    return "stopped, can be resumed" if status.state == "stopped" else status.state
 
 
 def local_time(stamp: str) -> str:
@@ -286,7 +291,7 @@ def described(record: JobRecord, status: Status) -> Iterator[str]:
     commit = f"{git.get('commit', '?')}{' with local changes' if git.get('is_changed') else ''}"
     rows = {
         "job": f"{record.key}  {record.name}",
-        "state": f"{status.state}{f': {status.detail}' if status.detail else ''}",
+        "state": f"{state_words(status)}{f': {status.detail}' if status.detail else ''}",
         record.backend: record.id,
         "config": f"{record.kind}  {record.config}",
         "output": record.output,

@@ -23,6 +23,7 @@ from medarc_rl.backends.slurm.job import (
     log_file,
     render,
     sbatch_argv,
+    sbatch_env,
     sh_quote,
     walltime_s,
 )
@@ -281,8 +282,12 @@ def test_a_job_that_requeues_itself_is_warned_by_a_signal_of_its_own(tmp_path: P
     ("request_", "checkpoints", "says"),
     [
         (SlurmRequest(requeue=True), False, "--requeue needs checkpoints"),
-        (SlurmRequest(requeue=True, time="2"), True, "--time 2 is not longer than the 120 s"),
-        (SlurmRequest(signal_before=300, time="5"), True, "--time 5 is not longer than the 300 s"),
+        (SlurmRequest(requeue=True, time="2"), True, "--time 2 leaves no time to train: Slurm warns the run 120 s"),
+        (SlurmRequest(requeue=True, time="3"), True, "--time 3 leaves no time to train"),
+        (SlurmRequest(signal_before=300, time="5"), True, "--time 5 leaves no time to train: Slurm warns the run 300"),
+        (SlurmRequest(signal_before=300, time="6:00"), True, "--time 6:00 leaves no time to train"),
+        (SlurmRequest(requeue=True, sbatch_arg=["--signal=USR1@60"]), True, "--requeue needs its own signal"),
+        (SlurmRequest(requeue=True, sbatch_arg=["--sig=B:TERM@60"]), True, "--requeue needs its own signal"),
     ],
 )
 def test_a_job_that_could_never_go_on_is_refused(
@@ -290,6 +295,27 @@ def test_a_job_that_could_never_go_on_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         header(make_job("sft", tmp_path, checkpoints=checkpoints, request=request_))
+
+
+def test_a_job_submitted_from_inside_an_allocation_gets_nothing_of_it(tmp_path: Path) -> None:
+    own = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "west", "HF_HOME": "/hf"}
+    of_the_step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x3",
+        "SLURM_CPU_BIND_LIST": "0x3",
+        "SLURM_HINT": "nomultithread",
+        "SLURM_MEM_PER_CPU": "2000",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_TRES_PER_TASK": "cpu=2",
+        "SLURM_DISTRIBUTION": "block",
+        "PMIX_RANK": "0",
+        "MEDARC_MAX_REQUEUES": "3",
+    }
+    job = make_job("sft", tmp_path)
+    assert sbatch_env(own | of_the_step, job) == own
+    by_hand = {"SLURM_HINT": "nomultithread", "SLURM_CPU_BIND": "none"}
+    assert sbatch_env(own | by_hand, job) == own | by_hand
 
 
 def test_dot_env_and_setup_may_use_what_is_not_set_and_dot_env_what_fails(project, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from medarc_rl.launchers.batch_job import TERMINATED, WARNED, header_lines, in_batch_job, requeue_if_stopped
+from prime_rl.run.paths import STABLE, RunPaths
 
 RUNNING = "JobId=7 JobState=RUNNING Reason=None Restarts=0"
 TIME_LIMIT = "JobId=7 JobState=COMPLETING Reason=TimeLimit"
@@ -66,6 +68,34 @@ def test_a_stopped_job_starts_again_unless_somebody_wants_it_gone(
     said = list(requeue_if_stopped(code, env))
     assert requeues(stand_ins) == ([["requeue", "7"]] if expected else [])
     assert all("--resume latest" in line for line in said if line.startswith("not requeued"))
+
+
+@pytest.mark.parametrize(
+    ("begun", "saved", "restarts", "expected"),
+    [
+        pytest.param([None, None], [], 1, True, id="twice without a step"),
+        pytest.param([None, None, None], [], 2, False, id="three times without a step"),
+        pytest.param([], [], 2, False, id="stopped before a receipt, three times"),
+        pytest.param([None, 2, 4], [2, 4, 6], 2, True, id="each went on"),
+        pytest.param([None, 4, 4, 4], [2, 4], 3, False, id="no step after the first start"),
+        pytest.param([4, 4, 4], [2, 4, 5], 2, True, id="slow, but it went on"),
+    ],
+)
+def test_a_job_whose_starts_make_no_step_does_not_start_for_ever(
+    begun: list[int | None], saved: list[int], restarts: int, expected: bool, scontrol, stand_ins, tmp_path: Path
+) -> None:
+    scontrol(RUNNING)
+    paths = RunPaths(tmp_path / "run")
+    paths.attempts.mkdir(parents=True)
+    for number, step in enumerate(begun, 1):
+        receipt = {"attempt": number, "started": "2026-11-22T18:00:00+00:00", "host": "a", "slurm_job_id": "7"}
+        paths.receipt(number).write_text(json.dumps({**receipt, "step": step}))
+    for step in saved:
+        paths.checkpoint(step).mkdir(parents=True)
+        (paths.checkpoint(step) / STABLE).touch()
+    said = list(requeue_if_stopped(WARNED, job(restarts, bound=20) | {"OUTPUT_DIR": str(paths.root)}))
+    assert bool(requeues(stand_ins)) == expected
+    assert expected or "saved no new step" in said[-1]
 
 
 def test_a_requeue_that_slurm_refuses_is_told(scontrol) -> None:

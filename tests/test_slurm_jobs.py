@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from medarc_rl import medarc_jobs, medarc_slurm
 from medarc_rl.backends.slurm.queue import accounted, status_of
 from medarc_rl.jobs import JobLog, Status
+from prime_rl.run.paths import STABLE, RunPaths
 
 BIN = Path(sys.executable).parent
 
@@ -145,6 +147,48 @@ def test_a_job_that_slurm_forgot_is_told_from_the_runs_directory(
         table = {**receipt, "attempt": number, "slurm_job_id": job, "result": result}
         (submit_stand_in / "attempts" / f"00{number}.json").write_text(json.dumps(table))
     assert state_of("forgotten") == (state, f"Slurm does not know the job any more; its run: {end}")
+
+
+@pytest.mark.parametrize("slurm_state", ["FAILED ExitCode=143:0", "TIMEOUT ExitCode=0:15"])
+def test_a_planned_stop_at_the_time_limit_can_be_resumed(submit_stand_in: Path, stand_ins, slurm_state: str) -> None:
+    stand_ins.add("scontrol", says=f"JobId=12 JobState={slurm_state}")
+    (submit_stand_in / "attempts").mkdir()
+    receipt = {"started": "2026-11-22T12:00:00+00:00", "host": "n1", "attempt": 1, "slurm_job_id": "12"}
+    table = {**receipt, "result": "stopped", "outcome": "stopped by SIGTERM"}
+    (submit_stand_in / "attempts" / "001.json").write_text(json.dumps(table))
+    assert jobs("list").stdout.splitlines()[1].split()[4] == "failed", "nothing is saved"
+    log = JobLog.of_user()
+    record = log.find("forgotten")
+    log.save(replace(record, ended=None))
+    checkpoint = RunPaths(submit_stand_in).checkpoint(4)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / STABLE).touch()
+    assert "stopped, can be resumed" in jobs("list").stdout
+    detail = "stopped by SIGTERM; submit it again with --resume latest: step 4 is saved"
+    assert state_of("forgotten") == ("stopped", detail)
+    assert jobs("wait", "forgotten").exit_code == 5
+
+
+def test_a_job_of_another_cluster_is_looked_up_and_cancelled_there(
+    stand_ins, project: Callable, sft_toml: Path, tmp_path: Path
+) -> None:
+    stand_ins.add("sbatch", says="Submitted batch job 12 on cluster west")
+    stand_ins.add("scontrol", says="JobId=12 JobState=RUNNING")
+    stand_ins.add("scancel")
+    project(tmp_path / "project")
+    words = [
+        "--no-check",
+        "--job-name",
+        "far",
+        "--project-dir",
+        str(tmp_path / "project"),
+        "--sbatch-arg=--clusters=west",
+    ]
+    result = CliRunner().invoke(medarc_slurm.app, ["sft", str(sft_toml), *words, "--output-dir", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert jobs("cancel", "far").exit_code == 0
+    asked = [call["argv"][1:] for call in stand_ins.calls if Path(call["argv"][0]).name in ("scontrol", "scancel")]
+    assert asked[-2:] == [["--clusters=west", "--oneliner", "show", "job", "12"], ["--clusters=west", "12"]]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -12,11 +13,17 @@ from pathlib import Path
 
 from medarc_rl.backends.slurm.queue import Properties, requeue, shown
 from medarc_rl.external import NoAnswer, ask
+from prime_rl.run.checkpoints import SavedSteps
+from prime_rl.run.paths import RunPaths
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 MAX_REQUEUES_VARIABLE = "MEDARC_MAX_REQUEUES"
 """How often the job may start again. Not set: the launcher requeues nothing."""
 
+MAX_STARTS_WITHOUT_PROGRESS = 3
+"""Starts of a job in a row that may end with the checkpoint that they began with."""
+RUN_VARIABLE = "OUTPUT_DIR"
+"""The run's directory. The batch script sets it."""
 WARNED = 128 + signal.SIGUSR2
 """Exit code of a launch that Slurm's warning before the time limit has stopped."""
 TERMINATED = 128 + signal.SIGTERM
@@ -101,6 +108,12 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
     if count >= int(bound):
         yield f"not requeued: the job has already started again {count} times, as --max-requeues allows; {by_hand}"
         return
+    if (starts := starts_without_progress(env)) >= MAX_STARTS_WITHOUT_PROGRESS:
+        yield (
+            f"not requeued: the last {starts} starts saved no new step, so the next would not either; give each more "
+            f"time (--time), or save earlier (--ckpt.interval); {by_hand}"
+        )
+        return
     try:
         job = next(iter(shown("job", job_id, limit_s=_LOOK_LIMIT_S)), {})
         if int(job.get("Restarts", 0)) > count:
@@ -117,6 +130,20 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
         return
     if answer.code != 0:
         yield f"not requeued: {answer.last_line}; {by_hand}"
+
+
+def starts_without_progress(env: Mapping[str, str]) -> int:
+    """Number of this job's last starts that began with the newest step that is saved now. 0 if it is not known."""
+    from prime_rl.history.attempts import read_attempts
+
+    if not (root := env.get(RUN_VARIABLE)):
+        return 0
+    paths = RunPaths(Path(root))
+    begun = [each.step or 0 for each in read_attempts(paths) if each.slurm_job == env[JOB_VARIABLE]]
+    saved = max(SavedSteps.of(paths).complete, default=0)
+    if not saved:  # a start that is stopped early leaves no receipt
+        return int(env.get("SLURM_RESTART_COUNT") or 0) + 1
+    return len(list(itertools.takewhile(lambda step: step >= saved, reversed(begun))))
 
 
 def _may_go_on(job: Properties) -> bool:

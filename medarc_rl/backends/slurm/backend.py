@@ -14,7 +14,7 @@ from typing import Any
 from medarc_rl.backends.options import SlurmOptions
 from medarc_rl.backends.protocol import CONFIGS, Prepared, Request, Submitted
 from medarc_rl.backends.slurm.job import BatchJob, log_file, plan, render, sbatch_argv, sbatch_env, sh_quote
-from medarc_rl.backends.slurm.queue import LOG, SlurmQueue
+from medarc_rl.backends.slurm.queue import CLUSTER, LOG, SlurmQueue
 from medarc_rl.cli import say, warn
 from medarc_rl.errors import MedarcError
 from medarc_rl.utils import (
@@ -28,7 +28,7 @@ from medarc_rl.utils import (
 from prime_rl.run.directory import files_readable_by
 from prime_rl.utils.files import replacing_file
 
-_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?$", re.MULTILINE)
+_SUBMITTED = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;(\S*)| on cluster (\S+))?$", re.MULTILINE)
 """sbatch's answer, also with `--parsable`. A cluster may print lines before it, for example about a budget."""
 
 
@@ -101,7 +101,10 @@ class Slurm(SlurmQueue):
         log, fault = log_file(job.paths, found[1]), ""
         if answer.returncode != 0:  # with `--sbatch-arg=--wait`: the job was queued, and has ended
             fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
-        return Submitted(found[1], {LOG: str(log)}, [said, f"log: {log}"], fault)
+        details = {LOG: str(log)}
+        if cluster := found[2] or found[3]:
+            details[CLUSTER] = cluster
+        return Submitted(found[1], details, [said, f"log: {log}"], fault)
 
 
 def passes_checks(job: BatchJob, run: Run[Any], env: Mapping[str, str], as_json: bool = False) -> bool:

@@ -48,6 +48,8 @@ _ARRAY = re.compile(r"--ar|-[HhIkOQsvWX]*a")
 """sbatch's `--array`, abbreviated, or as `-a` after other letters."""
 _NO_REQUEUE = re.compile(r"--no-r")
 """sbatch's `--no-requeue`, abbreviated."""
+_SIGNAL = re.compile(r"--sig")
+"""sbatch's `--signal`, abbreviated."""
 _LOG = re.compile(r"--(?:ou|er)|-[HhIkOQsvWX]*[oe]")
 """sbatch's `--output` and `--error`, in the same ways."""
 _VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -57,8 +59,26 @@ _VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--time": ("TIMELIMIT",),
 }
 """Variables of sbatch, without `SBATCH_`, that have another name than their option, or contradict it."""
-_OF_A_JOB = {"SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES"}
-"""Variables of the job that this process may be part of, which must not reach the new one."""
+_OF_A_JOB = ("SLURM_", "PMI_", "PMI2_", "PMIX_", "SRUN_", "MEDARC_MAX_REQUEUES")
+"""Beginnings of the variables of the job and step that this process may be part of. They must not reach the new one:
+its `srun` reads SLURM_CPU_BIND, SLURM_MEM_PER_CPU and the like as options, and binds to the submitter's cores."""
+_OF_ANY_JOB = ("SLURM_ARRAY_", "SLURM_RESTART_COUNT", "MEDARC_MAX_REQUEUES")
+_OF_THE_USER = {
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_ACCOUNT",
+    "SLURM_CLUSTERS",
+    "SLURM_EXIT_ERROR",
+    "SLURM_EXIT_IMMEDIATE",
+    "SLURM_JWT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_UMASK",
+    "SLURM_SACK_KEY",
+    "SLURM_SACK_JWKS",
+}
+"""Variables that say how to reach Slurm, or that people set for all of their jobs."""
+SIGNAL_SLACK_S = 60
+"""By so many seconds Slurm may send its warning early."""
 NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
 OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
@@ -295,19 +315,25 @@ def sbatch_argv(job: BatchJob) -> list[str]:
 def sbatch_env(env: Mapping[str, str], job: BatchJob) -> dict[str, str]:
     """The environment to submit a job with.
 
-    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and what
-    a job that this process is part of would pass on: its array, how often it has started and how often it may.
+    It lacks variables that would win over the script's header, such as the SBATCH_PARTITION of a login script, and
+    those of a job that this process is part of: its number, cores and memory, how often it has started and may start.
 
     Raises:
         UsageError: the environment makes each job an array; or see `header`.
     """
     if array := env.get("SBATCH_ARRAY_INX"):
         raise UsageError(f"SBATCH_ARRAY_INX={array}: {NO_ARRAYS}")
-    dropped = set(_OF_A_JOB)
+    dropped: set[str] = set()
     for option in (word.partition("=")[0] for word in header(job)):
         names = _VARIABLES.get(option, (option.removeprefix("--").upper().replace("-", "_"),))
         dropped |= {f"SBATCH_{name}" for name in names}
-    return {name: value for name, value in env.items() if name not in dropped and not name.startswith("SLURM_ARRAY_")}
+    # Outside a job, people set such variables for the jobs that they submit.
+    passed_on = _OF_A_JOB if {"SLURM_JOB_ID", "SLURM_JOBID"} & env.keys() else _OF_ANY_JOB
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in dropped and (name in _OF_THE_USER or not name.startswith(passed_on))
+    }
 
 
 # The script: its header is sbatch's, its body bash.
@@ -408,6 +434,11 @@ def _requested(request: SlurmRequest) -> Iterator[str]:
             raise UsageError(f"--sbatch-arg {argument!r}: {NO_ARRAYS}")
         if request.requeue and _NO_REQUEUE.match(argument):
             raise UsageError(f"--requeue, --sbatch-arg {argument!r}: leave out one or the other")
+        if request.requeue and _SIGNAL.match(argument):
+            raise UsageError(
+                f"--sbatch-arg {argument!r}: --requeue needs its own signal, after which the run saves and the job "
+                "starts again; leave this out, and set the time with --signal-before"
+            )
         if _LOG.match(argument):
             raise UsageError(f"--sbatch-arg {argument!r}: {OWN_LOG}")
         name, equals, value = argument.partition("=")
@@ -418,8 +449,12 @@ def _warning(request: SlurmRequest) -> Iterator[str]:
     """The signal before the time limit. It goes to the batch shell alone, which the launcher has replaced."""
     limit_s = None if request.time is None else walltime_s(request.time)
     lead_s = request.signal_before or STOP_LEAD_S
-    if limit_s and limit_s <= lead_s and (request.requeue or request.signal_before):
-        raise UsageError(f"--time {request.time} is not longer than the {lead_s} s of --signal-before")
+    # Slurm sends the signal up to a minute early (its man page of sbatch), so a shorter job is warned as it starts.
+    if limit_s and limit_s <= lead_s + SIGNAL_SLACK_S and (request.requeue or request.signal_before):
+        raise UsageError(
+            f"--time {request.time} leaves no time to train: Slurm warns the run {lead_s} s (--signal-before) before "
+            f"the end, and up to {SIGNAL_SLACK_S} s earlier; give it more time, or a smaller --signal-before"
+        )
     # SIGTERM may also mean that the job is cancelled, which a job must not answer with its requeue.
     if request.requeue:
         yield f"--signal=B:USR2@{lead_s}"

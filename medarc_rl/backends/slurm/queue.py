@@ -21,8 +21,8 @@ from prime_rl.watch.progress import printable
 
 SLURM_LIMIT_S = 20.0
 """Time limit of one Slurm command, in seconds. Some wait for minutes if the controller is down."""
-LOG = "log"
-"""Key of the log file in a record's details."""
+LOG, CLUSTER = "log", "cluster"
+"""Keys of a record's details: the log file, and the cluster of a job that was not submitted to this machine's own."""
 _STATES: Mapping[State, tuple[str, ...]] = {
     "queued": ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
     "running": ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
@@ -61,24 +61,49 @@ class SlurmQueue:
     """Implements `Tracker`."""
 
     def status(self, record: JobRecord) -> Status:
+        cluster = record.details.get(CLUSTER)
         try:
-            found = shown_job(record.id)
+            found = shown_job(record.id, cluster)
         except NoAnswer as error:
             raise MedarcError(f"Slurm does not answer: {printable(str(error))}") from error
-        if found is not None:
-            return status_of(found)
-        return accounted(record.id) or _status_of_run(Path(record.output), record.id)
+        status = status_of(found) if found is not None else accounted(record.id, cluster)
+        if status is None:
+            return _status_of_run(Path(record.output), record.id)
+        return resumable(Path(record.output), record.id) or status if status.state == "failed" else status
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         return log_lines(Path(record.details.get(LOG) or ""), follow, lambda: self.status(record))
 
     def cancel(self, record: JobRecord) -> None:
         try:
-            answer = ask(["scancel", record.id], SLURM_LIMIT_S)
+            answer = ask(["scancel", *_on(record.details.get(CLUSTER)), record.id], SLURM_LIMIT_S)
         except NoAnswer as error:
             raise MedarcError(f"job {record.id} was not cancelled: {error}") from error
         if answer.code != 0:
             raise MedarcError(f"job {record.id} was not cancelled: {printable(answer.last_line)}")
+
+
+def _on(cluster: str | None) -> list[str]:
+    """Options of a Slurm command that asks about a job of another cluster, whose numbers are others."""
+    return [f"--clusters={cluster}"] if cluster else []
+
+
+def resumable(directory: Path, job_id: str) -> Status | None:
+    """The end of a job that saved and stopped, as before its time limit. None if it did not, or nothing is saved.
+
+    For Slurm it has failed, because its launcher ended with the exit code of a signal.
+    """
+    from prime_rl.history.attempts import read_attempts
+    from prime_rl.run.checkpoints import SavedSteps
+
+    paths = RunPaths(directory)
+    attempts = [each for each in read_attempts(paths) if each.slurm_job == job_id]
+    saved = SavedSteps.of(paths).complete
+    if not attempts or attempts[-1].result != "stopped" or not saved:
+        return None
+    return Status(
+        "stopped", f"{attempts[-1].message}; submit it again with --resume latest: step {max(saved)} is saved"
+    )
 
 
 def status_of(job: Properties) -> Status:
@@ -111,12 +136,12 @@ def _exit_words(code: str) -> str:
     return f"exit code {exit_code}" if signal in ("", "0") else f"signal {signal}"
 
 
-def accounted(job_id: str) -> Status | None:
+def accounted(job_id: str, cluster: str | None = None) -> Status | None:
     """The state of a job in the accounting database. None if there is no database, or if it does not know the job.
 
     A requeued job has one row for each attempt; the last one counts.
     """
-    words = ["sacct", "--jobs", job_id, "--allocations", "--duplicates", "--noheader", "--parsable2"]
+    words = ["sacct", *_on(cluster), "--jobs", job_id, "--allocations", "--duplicates", "--noheader", "--parsable2"]
     try:
         answer = ask([*words, "--format=JobID,State,ExitCode,Timelimit,NodeList,End"], SLURM_LIMIT_S)
     except NoAnswer:
@@ -214,13 +239,13 @@ def shown(kind: str, *names: str, limit_s: float = SLURM_LIMIT_S) -> list[Proper
     return [_properties(line) for line in answer.stdout.splitlines() if "=" in line]
 
 
-def shown_job(job_id: str) -> Properties | None:
+def shown_job(job_id: str, cluster: str | None = None) -> Properties | None:
     """The controller's description of a job. None if it does not know the job (any more).
 
     Raises:
         NoAnswer: there is no scontrol, or the controller did not answer.
     """
-    answer = ask(["scontrol", "--oneliner", "show", "job", job_id], SLURM_LIMIT_S)
+    answer = ask(["scontrol", *_on(cluster), "--oneliner", "show", "job", job_id], SLURM_LIMIT_S)
     found = next((_properties(line) for line in answer.stdout.splitlines() if "=" in line), None)
     if found is None and "invalid job id" not in (answer.stderr + answer.stdout).lower():
         raise NoAnswer(answer.last_line)
