@@ -248,6 +248,7 @@ _ROW_COUNTS = {
     "data/truncated": "cut at the maximum length",
     "data/overlong": "dropped: too long",
     "data/untrainable": "dropped: no token to train on",
+    "data/bad": "dropped: no conversation or answer",
     "data/unmaskable": "dropped: the template cannot be masked",
 }
 

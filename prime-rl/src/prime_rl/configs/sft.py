@@ -259,8 +259,13 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What to do with samples of more than `seq_len` tokens."""
 
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that has no conversation or an empty answer. `error` stops the run and names column and
+    line; `skip` leaves it out, and counts it."""
+
     max_untrainable_share: Fraction = 0.5
-    """Stop before training if more than this share of the rows has no trained token within `seq_len`."""
+    """Stop before training if more than this share of the rows has no trained token within `seq_len`, or is skipped by
+    `on_bad_row`."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Roles whose messages are trained on."""

@@ -53,6 +53,7 @@ SFT = (
     Metric("data/truncated", "rows", "of these, cut to `data.seq_len`"),
     Metric("data/overlong", "rows", "skipped: longer than `data.seq_len`"),
     Metric("data/untrainable", "rows", "skipped: no trained token within `data.seq_len`"),
+    Metric("data/bad", "rows", "skipped: no conversation, or one without an answer (`data.on_bad_row`)"),
     Metric("data/unmaskable", "rows", "skipped: the chat template does not show where their messages start and end"),
     Metric("system/ckpt_disk_{free,used,total}_gib", "GiB", "the file system of the run's directory"),
     Metric("system/ckpt_disk_free_ratio", "0 to 1", "its free share"),

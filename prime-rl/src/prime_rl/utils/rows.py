@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import math
 import os
+import re
 import zlib
 from array import array
 from bisect import bisect_right
@@ -62,9 +65,14 @@ def is_saved(directory: Path) -> bool:
 Row = Mapping[str, Any]
 
 _LINES = (".jsonl", ".ndjson")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TABLES = (".csv", ".tsv")
+_SEPARATORS = (",", ";", "\t", "|")
+"""Of CSV files. Of those that the header has as often, the first."""
+_SEP_LINE = re.compile(r"sep=([,;|\t])")
+_QUOTED = re.compile(r'"[^"]*"')
 _LONGEST_FIELD = 2**31 - 1
 _BLOCK_BYTES = 2**20
+_HEAD_BYTES = 1024
 
 
 class RowList:
@@ -145,7 +153,8 @@ class TextTable(RowList):
         self._file = path.open("rb")
         self._offsets, self._lengths, self._numbers = array("q"), array("q"), array("q")
         self._read_bytes = 0
-        fields = _fields_of(path, self._lines())
+        self._delimiter = _delimiter_of(path)
+        fields = _fields_of(path, self._lines(), self._delimiter)
         _, self._header = next(fields)
         before = self._read_bytes
         for number, _ in fields:
@@ -160,7 +169,7 @@ class TextTable(RowList):
     def __getitem__(self, index: int) -> Row:
         text = os.pread(self._file.fileno(), self._lengths[index], self._offsets[index]).decode()
         # Empty lines come before the row.
-        fields = next(fields for fields in _csv_reader(self.path, io.StringIO(text, newline="")) if fields)
+        fields = next(fields for fields in _csv_reader(io.StringIO(text, newline=""), self._delimiter) if fields)
         return dict(zip(self._header, fields, strict=True))
 
     def where(self, index: int) -> str:
@@ -196,13 +205,31 @@ class TableRows(RowList):
         at = bisect_right(self._ends, index)
         batch = self._batches[at]
         try:
-            row: Row = batch.slice(index - self._ends[at] + batch.num_rows, 1).to_pylist()[0]
+            rows = batch.slice(index - self._ends[at] + batch.num_rows, 1).to_pylist(maps_as_pydicts="lossy")
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot hold
             raise RowFileError(f"{self.where(index)}: {error}") from error
-        return row
+        return without_fills(rows[0])
 
     def where(self, index: int) -> str:
         return super().where(self._before + index)
+
+
+def without_fills(row: Row) -> Row:
+    """A row of a columnar file without the nulls that it fills in for missing keys of nested objects.
+
+    Arrow gives all objects of a column the same keys. A null that was meant cannot be told from one that was filled in;
+    an object whose nulls count is stored as JSON text. Columns keep their nulls, and so do lists of plain values.
+    """
+    return {name: _without_fills(value) for name, value in row.items()}
+
+
+def _without_fills(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = ((key, _without_fills(each)) for key, each in value.items())
+        return {key: each for key, each in items if each is not None}
+    if isinstance(value, list):
+        return [_without_fills(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def read_file(path: Path) -> RowList:
@@ -231,7 +258,7 @@ def stream_file(path: Path) -> Iterator[StreamedRow]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield StreamedRow(partial(parse_line, path, number, line), f"{path}:{number}")
-    elif kind in _DELIMITERS:
+    elif kind in _TABLES:
         yield from (StreamedRow(partial(dict, row), f"{path}:{number}") for number, row in _table_rows(path))
     else:
         rows = read_file(path)
@@ -263,7 +290,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON.
+    """Parse JSON. NaN, which pandas writes for a missing value, reads as null.
 
     Raises:
         ValueError: it is not valid, or nothing that Python can hold; a JSONDecodeError or UnicodeDecodeError where that
@@ -271,9 +298,15 @@ def parsed(text: str | bytes) -> Any:
     """
     try:
         # Of bytes, json guesses the encoding: the first line of a UTF-16 file would pass for one.
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(decoded, parse_constant=_constant)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
+
+
+def _constant(name: str) -> float | None:
+    """The value of a word of JSON that only Python knows: NaN, Infinity or -Infinity."""
+    return None if name == "NaN" else float(name)
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Row:
@@ -292,12 +325,14 @@ def parse_line(path: Path, number: int, line: bytes) -> Row:
 
 
 def _read_json(path: Path) -> RowList:
-    """A `.json` file: one array of objects, or one object a line."""
+    """A `.json` file: an array of objects, one object a line, or an object that holds nothing but such an array."""
     with opened(path) as file:
-        head = file.read(1024)
-        if not head.lstrip().startswith(b"["):
-            return JsonLines(path) if path.suffix == ".json" else ParsedRows(path, list(_numbered_lines(path)))
-        content = head + file.read()
+        head = file.read(_HEAD_BYTES)
+        first = head.removeprefix(codecs.BOM_UTF8).lstrip()
+        content = head + file.read() if first.startswith(b"[") or _is_open(first) else None
+    if content is None:
+        lines = JsonLines(path) if path.suffix == ".json" else ParsedRows(path, list(_numbered_lines(path)))
+        return RowList(found, str(path)) if len(lines) == 1 and (found := _only_list(lines[0])) else lines
     try:
         rows = parsed(content)
     except json.JSONDecodeError as error:
@@ -306,9 +341,24 @@ def _read_json(path: Path) -> RowList:
         raise RowFileError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
         raise RowFileError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(rows, dict):
+        rows = _only_list(rows) or [rows]
     if not all(isinstance(row, dict) for row in rows):
         raise RowFileError(f"{path}: the array has entries that are not objects")
     return RowList(rows, str(path))
+
+
+def _is_open(head: bytes) -> bool:
+    """Whether a file begins with an object that goes on after the first line, as programs write it for people."""
+    first, ended, _ = head.partition(b"\n")
+    return (ended == b"\n" and first.rstrip() in (b"{", b"")) or first.rstrip().endswith((b"[", b"{", b","))
+
+
+def _only_list(whole: Row) -> list[Any]:
+    """The rows of an object whose only value is a list of objects, such as `{"data": [...]}`. Else none."""
+    values = list(whole.values())
+    is_list = len(values) == 1 and isinstance(values[0], list) and all(isinstance(each, dict) for each in values[0])
+    return values[0] if is_list and not {"messages", "conversations"} & whole.keys() else []
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, Row]]:
@@ -337,19 +387,37 @@ def _has_bare_returns(path: Path) -> bool:
 
 def _table_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a CSV or TSV file with a header, as texts, with the line that each begins in or after."""
+    delimiter = _delimiter_of(path)
     with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
-        numbered = _fields_of(path, lines)
+        numbered = _fields_of(path, lines, delimiter)
         _, header = next(numbered)
         yield from ((number, dict(zip(header, fields, strict=True))) for number, fields in numbered)
 
 
-def _fields_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+def _delimiter_of(path: Path) -> str:
+    """What separates the fields of a CSV or TSV file: for CSV, what its first line has most of, outside of quotes.
+
+    Excel writes semicolons where the comma is the decimal sign, and may name them in a line `sep=;` before the header.
+    """
+    if kind_of(path) == ".tsv":
+        return "\t"
+    with opened(path) as file:
+        first = file.readline(_BLOCK_BYTES).decode("utf-8-sig", errors="replace").splitlines()[:1]
+    header = _QUOTED.sub("", first[0]) if first else ""
+    if (named := _SEP_LINE.fullmatch(header)) is not None:
+        return named[1]
+    return max(_SEPARATORS, key=header.count)
+
+
+def _fields_of(path: Path, lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """The fields of the header, then those of each row, with its line."""
     kind = kind_of(path)
     assert kind is not None
-    table = _csv_reader(path, lines)
+    table = _csv_reader(lines, delimiter)
     try:
         header = next(table, [])
+        if _SEP_LINE.fullmatch(delimiter.join(header)):
+            header = next(table, [])
         if repeated := next((name for name in header if name and header.count(name) > 1), None):
             raise RowFileError(f"{path}:1: the header names {repeated!r} more than once")
         yield 1, header
@@ -369,12 +437,10 @@ def _fields_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str
         raise RowFileError(f"{path}: not UTF-8 text, after line {table.line_num}") from error
 
 
-def _csv_reader(path: Path, lines: Iterable[str]) -> CsvReader:
-    kind = kind_of(path)
-    assert kind is not None
+def _csv_reader(lines: Iterable[str], delimiter: str) -> CsvReader:
     # Texts may be longer than the module's default limit of 128 KiB.
     csv.field_size_limit(_LONGEST_FIELD)
-    return csv.reader(lines, delimiter=_DELIMITERS[kind], strict=True)
+    return csv.reader(lines, delimiter=delimiter, strict=True)
 
 
 def _read_parquet(path: Path) -> RowList:

@@ -265,7 +265,7 @@ JUDGE = (
 )
 """Metrics of judges that are shown for each step."""
 JUDGE_CALLS = re.compile("judge/[^/]+/calls")
-ROW_COUNTS = ("seen", "truncated", "overlong", "untrainable", "unmaskable")
+ROW_COUNTS = ("seen", "truncated", "overlong", "untrainable", "unmaskable", "bad")
 """Metrics `data/…` of SFT: rows so far."""
 PART = "reward_parts/"
 

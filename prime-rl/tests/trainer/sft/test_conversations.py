@@ -10,6 +10,7 @@ from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, UnmaskableSample
 from prime_rl.trainer.sft.data.messages import check_columns
+from prime_rl.utils.rows import without_fills
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hi"}
@@ -37,11 +38,12 @@ def test_the_answer_is_trained_and_its_header_is_not(tokenizer: PreTrainedTokeni
     assert trained_text(tokenizer, row) == "yo<|im_end|>"
 
 
-def test_messages_and_prompt_with_completion_are_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_messages_and_prompt_with_completion_are_the_same_text(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [USER, ASSISTANT, USER, ASSISTANT]
     by_parts = {"prompt": messages[:3], "completion": messages[3:]}
     assert whole_text(tokenizer, {"messages": messages}) == whole_text(tokenizer, by_parts)
     assert trained_text(tokenizer, {"messages": messages}) == "yo<|im_end|>" * 2
+    assert trained_text(tokenizer, by_parts) == "yo<|im_end|>", "earlier answers of a prompt are context"
 
 
 def test_each_role_can_be_trained(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -90,12 +92,12 @@ def test_nulls_that_columnar_files_fill_in_do_not_reach_the_template(tokenizer: 
         "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}],
         "tools": [{"name": "add", "parameters": {"x": {"type": "int", "enum": None}, "of_another_tool": None}}],
     }
-    assert "null" not in whole_text(tokenizer, row)
+    assert "null" not in whole_text(tokenizer, without_fills(row))
 
 
-def test_outer_blanks_of_a_message_are_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_outer_blanks_of_a_message_stay_as_in_inference(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "\n yo \n"}]}
-    assert trained_text(tokenizer, row) == "yo<|im_end|>"
+    assert trained_text(tokenizer, row) == "\n yo \n<|im_end|>"
 
 
 def test_tools_reach_the_template_decoded(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -138,7 +140,7 @@ def test_a_template_that_cuts_earlier_turns_short_is_told_apart(tokenizer: PreTr
         ({"messages": {"role": "user"}}, "`messages` must be a list"),
         ({"messages": [{**ASSISTANT, "tool_calls": "[1]"}]}, "message 1: `tool_calls` must be a list of objects"),
         ({"messages": [USER, ASSISTANT], "tools": {"name": "add"}}, "`tools` must be a list"),
-        ({"messages": None, "id": 3}, "found id; expected `messages`"),
+        ({"messages": None, "id": 3}, "`messages` is missing"),
         ({"prompt": "2 + 2 =", "completion": None}, "`completion` is missing"),
         ({"prompt": [USER], "completion": "yo"}, "must both be message lists or both strings"),
         ({"messages": [USER, ASSISTANT], "tools": "[{]"}, "tools: not valid JSON"),

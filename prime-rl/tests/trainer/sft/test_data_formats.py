@@ -12,8 +12,9 @@ import pytest
 
 from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.messages import Conversation, PlainText, read_row, renamed
+from prime_rl.trainer.sft.data.messages import renamed
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
+from prime_rl.utils.conversations import Conversation, PlainText, RowFault, read_row
 
 ASKED = {"role": "user", "content": "q"}
 ANSWERED = {"role": "assistant", "content": "a"}
@@ -59,7 +60,7 @@ def test_a_system_column_comes_first_and_tools_are_kept(row: dict[str, Any]) -> 
 def test_earlier_turns_come_from_history() -> None:
     row = {"instruction": "q", "output": "a", "history": [["q", "a"]]}
     assert messages_of(row) == [*CHAT, *CHAT]
-    with pytest.raises(DataError, match="`history` must be a list of pairs"):
+    with pytest.raises(RowFault, match="`history` must be a list of pairs"):
         read_row({**row, "history": ["q"]})
 
 
@@ -93,7 +94,7 @@ def test_parts_of_text_are_joined_as_in_inference() -> None:
     ],
 )  # fmt: skip
 def test_what_was_found_and_what_was_expected_is_said(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(RowFault, match=said):
         read_row(row)
 
 

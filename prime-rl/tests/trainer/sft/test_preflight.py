@@ -139,7 +139,7 @@ def test_data_that_would_stop_the_run_fails_the_preflight(report: Report, capsys
             "rows.jsonl:2: not valid JSON: Expecting value (column 11)",
         ),
         ('{"question": "a"}\n', "found the columns question; expected `messages`"),
-        ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: found no field at all; expected"),
+        ('{"text": "a"}\n{"text": null}\n', "rows.jsonl:2: `text` is missing; mend"),
         ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "rows.jsonl:1: message 1: unknown role 'wizard'"),
         ('["text"]\n', "rows.jsonl:1: not a JSON object"),
         ("\xff\n", "rows.jsonl:1: not UTF-8 text"),
@@ -158,17 +158,29 @@ def test_bad_data_is_one_line(
     assert said in line
 
 
-def test_one_start_tells_every_faulty_row_up_to_twenty(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_start_tells_each_kind_of_fault_once_with_its_count(
+    report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logger("warning")
-    for faulty, more in ((3, []), (23, ["3 more rows cannot be read; the faults above are the first"])):
-        rows = [row for _ in range(faulty) for row in (GOOD[0], {"text": None})]
-        with pytest.raises(SystemExit) as stopped:
-            report(rows)
-        assert stopped.value.code == 1
-        lines = [line.partition("ERROR")[2].strip() for line in capsys.readouterr().out.splitlines()]
-        told = sorted(int(re.search(r"rows\.jsonl:(\d+): found no field", line)[1]) for line in lines[:20])
-        assert set(told) <= {2 * number for number in range(1, faulty + 1)}
-        assert (len(told), lines[20:]) == (min(faulty, 20), more)
+    rows = [row for _ in range(23) for row in (GOOD[0], {"prompt": "q", "response": None})]
+    rows[4] = {"prompt": "q", "response": " "}
+    with pytest.raises(SystemExit) as stopped:
+        report(rows)
+    assert stopped.value.code == 1
+    lines = sorted(line.partition("ERROR")[2].strip() for line in capsys.readouterr().out.splitlines())
+    assert len(lines) == 2, lines
+    missing = next(line for line in lines if "`response` is missing" in line)
+    assert re.search(r"rows\.jsonl:\d+: `response` is missing; so it is in 23 of 46 rows: also ", missing)
+    assert any("rows.jsonl:5: `response` is empty" in line for line in lines)
+    assert lines[-1].endswith('data.on_bad_row = "skip"') or lines[0].endswith('data.on_bad_row = "skip"')
+
+
+def test_bad_rows_are_skipped_and_counted_on_request(report: Report) -> None:
+    rows = [*GOOD[:1] * 3, {"prompt": "q", "response": float("nan")}]
+    text = report(rows, on_bad_row="skip")
+    assert "skipped, no conversation or answer" in text
+    assert "1 of 4 rows are skipped" in text
+    assert "`response` is missing" in text
 
 
 # --- the same checks at the start of a run

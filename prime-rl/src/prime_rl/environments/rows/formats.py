@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from prime_rl.utils.conversations import question_of
+
 Row = Mapping[str, Any]
 BOXED = "Put the final answer in \\boxed{{}}."
 SOLVE = "{question}\n\n" + BOXED
@@ -136,6 +138,12 @@ def _allenai_part(row: Row) -> str:
     return {"gsm8k": "allenai_gsm8k", "math": "minerva_math", "ifeval": "ifeval"}.get(part, "math")
 
 
+def _any_question(row: Row) -> Any:
+    """The question of a row in a common format, as SFT reads the same row."""
+    named = next((name for name in _QUESTIONS if row.get(name) is not None), None)
+    return question_of(row) if named == "instruction" else column(*_QUESTIONS)(row)
+
+
 def _dummy(row: Row) -> str:
     return "What is 2 + 3?"
 
@@ -170,7 +178,7 @@ FORMATS: tuple[Format, ...] = (
            aliases=("torl",)),
     Format("math", column("problem", "question"), _math_answer, SOLVE, id_prefix="math_", reward="math"),
     Format("dummy", _dummy, lambda row: "5", id_column="row", id_prefix="dummy_", reward="math", makes_rows=True),
-    Format("jsonl", column(*_QUESTIONS), column(*_ANSWERS), aliases=("rows",)),
+    Format("jsonl", _any_question, column(*_ANSWERS), aliases=("rows",)),
 )  # fmt: skip
 """A path is matched in this order, so longer names come before names that they contain."""
 

@@ -18,7 +18,7 @@ from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.environments.judging.gateway import offered_in_a_trial
-from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, plain_messages, renderer, text_of
+from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, messages_of, renderer, text_of
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger, setup_logger
@@ -129,7 +129,7 @@ def _examine(
         found.lengths = [lengths.of_prompt(environment.prompt(row), environment.tools(row)) for row in rows]
         _check_lengths(found, place, room)
     if tools:
-        found.faults += _tool_faults(place, environment.name, plain_messages(first), tools, model)
+        found.faults += _tool_faults(place, environment.name, messages_of(first), tools, model)
     return found
 
 

@@ -11,6 +11,7 @@ from prime_rl.checks.template_traces import Arguments
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig
 from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer
+from prime_rl.utils.conversations import plain_messages
 from prime_rl.utils.errors import StartFault, one_line
 
 CountTokens = Callable[[str], int]
@@ -55,7 +56,8 @@ def renderer(model: ModelConfig) -> Render:
         others = {name: value for name, value in arguments.items() if name != "messages"}
         try:
             with time_limit(MAX_RENDER_S):
-                text = tokenizer.apply_chat_template(arguments["messages"], tokenize=False, **others)
+                messages = plain_messages(arguments["messages"], tokenizer.chat_template)
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **others)
         except OutOfTime:
             raise Refused(f"rendering it takes more than {MAX_RENDER_S:g} s, so the template may loop") from None
         except (jinja2.TemplateError, AttributeError, TypeError, IndexError, KeyError, ValueError) as error:
@@ -89,7 +91,7 @@ class PromptLengths:
         if isinstance(prompt, str):
             return self.count(prompt)
         if self.render is not None:
-            arguments = {"messages": plain_messages(prompt), "tools": list(tools) or None}
+            arguments = {"messages": messages_of(prompt), "tools": list(tools) or None}
             try:
                 return self.count(self.render({**arguments, "add_generation_prompt": True}))
             except Refused:
@@ -97,10 +99,9 @@ class PromptLengths:
         return self.count(text_of(prompt))
 
 
-def plain_messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """The messages of a prompt without keys that have no value."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+def messages_of(prompt: Any) -> list[Mapping[str, Any]]:
+    """The messages of a prompt, which may be a text."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def text_of(prompt: Any) -> str:

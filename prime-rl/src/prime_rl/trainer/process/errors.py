@@ -3,6 +3,7 @@
 TrainerError (RunError)  logged as one line, exit code 1, no traceback
 ├── ModelError           model or tokenizer missing, unreadable, or not supported
 ├── DataError            dataset missing, unreadable, or without the fields that training needs
+│   └── BadRow           one row that cannot be trained on; `data.on_bad_row` decides
 ├── CheckpointError      no checkpoint at the step to resume from, or a damaged one
 │   └── ResumeRefused    a checkpoint of another run, or of other data; exit code 2, since it would be refused again
 └── DivergedError        the loss or the gradient is not finite
@@ -36,6 +37,10 @@ class DataError(TrainerError):
     def __init__(self, message: str) -> None:
         # It may quote the data, which may hold control characters and megabytes.
         super().__init__(one_line(message))
+
+
+class BadRow(DataError):
+    pass
 
 
 class CheckpointError(TrainerError):

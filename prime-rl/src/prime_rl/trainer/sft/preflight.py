@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.checks.time_limit import OutOfTime
 from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.process import end_with_launch
-from prime_rl.trainer.process.errors import DataError, exit_on_error
+from prime_rl.trainer.process.errors import exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import (
     Examination,
@@ -30,8 +29,8 @@ from prime_rl.trainer.sft.data.examination import (
     untrainable_fault,
     worries,
 )
-from prime_rl.trainer.sft.data.samples import Made, SampleMaker
-from prime_rl.trainer.sft.data.sources import Entry, setup_entries
+from prime_rl.trainer.sft.data.samples import BadRows, SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.epochs import steps_of
 from prime_rl.utils.logger import count_of, get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -83,9 +82,17 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
         from prime_rl.trainer.model.build import setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
-        make = _PatientMaker(SampleMaker(data, tokenizer))
+        faults = BadRows()
+        make = faults.collecting(SampleMaker(data, tokenizer))
         found = examine(made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS), entries.row_count, data)
-        make.refuse_faults()
+        if lines := faults.lines():
+            if (more := len(lines) - _SHOWN_FAULTS) > 0:
+                lines[_SHOWN_FAULTS:] = [f"and {count_of('more kind', more)} of faults; those above are the first"]
+            if advice := faults.advice(data.section):
+                lines[-1] += f"; {advice}"
+            for line in lines:
+                get_logger().error(line)
+            raise SystemExit(1)
         if data.streaming and found.row_count == 0 and entries.row_count:
             found.row_count = entries.row_count
     figures = _figures(title, found, data)
@@ -97,41 +104,6 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
     return _verdict(title, found, data, console, list(repeats(found, data)) if data is config.data else [])
-
-
-class _PatientMaker:
-    """Keeps the faults of rows, so that one start tells them all. A run stops at the first one."""
-
-    def __init__(self, make: SampleMaker) -> None:
-        self._make = make
-        self._faults: dict[str, None] = {}
-        """The first different ones."""
-        self._untold = 0
-
-    def __call__(self, entry: Entry) -> Made:
-        try:
-            return self._make(entry)
-        except DataError as error:
-            if isinstance(error.__context__, OutOfTime):
-                raise  # the other rows would take as long
-            if len(self._faults) < _SHOWN_FAULTS:
-                self._faults[str(error)] = None
-            elif str(error) not in self._faults:
-                self._untold += 1
-            return Made(None, "seen")
-
-    def refuse_faults(self) -> None:
-        """Log a line for each fault.
-
-        Raises:
-            SystemExit: there are faults.
-        """
-        for fault in self._faults:
-            get_logger().error(fault)
-        if self._untold:
-            get_logger().error(f"{count_of('more row', self._untold)} cannot be read; the faults above are the first")
-        if self._faults:
-            raise SystemExit(1)
 
 
 def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> Text:
@@ -172,6 +144,7 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
         ("skipped, too long", counts.overlong),
         ("skipped, no trained token", counts.untrainable),
         ("skipped, messages not found", counts.unmaskable),
+        ("skipped, no conversation or answer", counts.bad),
         ("duplicates", found.duplicates),
     ):
         add(name, f"{count:,} ({found.share(count):.1%})")

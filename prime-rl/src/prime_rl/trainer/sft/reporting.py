@@ -186,4 +186,5 @@ _FATES = {
     "overlong": "skipped: too long",
     "untrainable": "skipped: no trained token",
     "unmaskable": "skipped: messages not found",
+    "bad": "skipped: no conversation or answer",
 }

@@ -16,7 +16,7 @@ from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrainable_fault, worries
 from prime_rl.trainer.sft.data.packer import PackedRow, best_fit_decreasing, lay_out
-from prime_rl.trainer.sft.data.samples import DatasetStream
+from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream
 from prime_rl.trainer.sft.reporting import ValStats
 from prime_rl.trainer.sft.step import row_loss_sum
 from prime_rl.utils.logger import get_logger
@@ -70,7 +70,9 @@ class Validation:
 def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[TokenizedSample]:
     """Every row that can be trained on. `tells` logs what was left out."""
     stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1))
-    made = list(stream.first_ones(stream.row_count))
+    faults = BadRows()
+    made = list(stream.first_ones(stream.row_count, faults))
+    faults.refuse(config.section)
     found = examine(made, stream.row_count, config)
     if fault := untrainable_fault(found, config):
         raise DataError(fault)

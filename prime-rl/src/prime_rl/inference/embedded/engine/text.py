@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.embedded.errors import EngineError, TemplateFailed
+from prime_rl.utils.conversations import plain_messages
 from prime_rl.utils.errors import StartFault, first_line
 
 _REPLACEMENT = "\ufffd"
@@ -64,7 +65,7 @@ class Text:
             TemplateFailed: the template rejects the messages; the message includes the template's error.
         """
         try:
-            plain = [_plain_message(message) for message in messages]
+            plain = plain_messages(messages, self.template)
             rendered = self._tokenizer.apply_chat_template(
                 plain, tools=[dict(tool) for tool in tools] if tools else None, tokenize=False, **template_kwargs
             )
@@ -185,27 +186,6 @@ def generation_defaults(directory: Path) -> GenerationConfig:
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory)
     return GenerationConfig()
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert to what templates expect: content as one string, and tool-call arguments as objects, not JSON text."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    if isinstance(plain.get("content"), list):
-        plain["content"] = "\n".join(part["text"] for part in plain["content"])
-    plain.setdefault("content", "")
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            return dict(call)  # models may write invalid JSON, which the template receives unchanged
-    return {**call, "function": function}
 
 
 # Tool calls in generated text. Formats and validity rules follow vLLM's parsers of the same names.

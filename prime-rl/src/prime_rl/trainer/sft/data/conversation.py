@@ -13,16 +13,17 @@ message starts and ends, in one of three ways:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.sft import LossMaskConfig
-from prime_rl.trainer.process.errors import DataError, ModelError
-from prime_rl.trainer.sft.data.messages import ROLES, Conversation, Message, PlainText, read_row
+from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
+from prime_rl.utils.conversations import ROLES, Conversation, Message, PlainText, RowFault, plain_messages, read_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,8 @@ class UnmaskableSample(Exception):
 @dataclass(frozen=True, slots=True)
 class _Chat:
     messages: Sequence[Message]
+    is_trained: Sequence[bool]
+    """Of each message."""
     kwargs: dict[str, Any]
     text: str
     """The whole conversation, rendered."""
@@ -54,11 +57,11 @@ class ChatSpans:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, trained_roles: Mapping[str, bool]) -> None:
         self.tokenizer = tokenizer
         self.trained_roles = trained_roles
-        added = tokenizer.added_tokens_decoder.values()
-        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        special: set[str] = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)"
         self._ends_with_special = re.compile(rf"(?:{alternatives})\Z")
         self._special_next = re.compile(rf" ?(?:{alternatives})")
+        self._begins_with_special = re.compile(rf"(?:{alternatives})")
 
     def __call__(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text of a conversation and its trained spans, in order.
@@ -71,16 +74,50 @@ class ChatSpans:
             UnmaskableSample: a trained span cannot be found.
         """
         messages, kwargs = conversation.messages, conversation.template_kwargs
-        flags = [self.trained_roles[message["role"]] for message in messages]
-        if any(flag for flag, message in zip(flags, messages, strict=True) if message["role"] != "assistant"):
-            text = self.render(messages, kwargs)
-            return text, self._spans(_Chat(messages, kwargs, text))
+        flags = self.flags(conversation)
         if not any(flags):
             return self.render(messages, kwargs), []
+        if any(flag for flag, message in zip(flags, messages, strict=True) if message["role"] != "assistant"):
+            text = self.render(messages, kwargs)
+            return text, self._spans(_Chat(messages, flags, kwargs, text))
         text, marked = self._render_marked(messages, kwargs)
-        if marked is not None:
-            return text, [(begin, self._settled(text, begin, end)) for begin, end in marked]
-        return text, self._spans(_Chat(messages, kwargs, text))
+        chat = _Chat(messages, flags, kwargs, text)
+        if marked is None:
+            return text, self._spans(chat)
+        marked = [(begin, self.settled(text, begin, end)) for begin, end in marked]
+        return text, self._of_trained(chat, marked)
+
+    def flags(self, conversation: Conversation) -> list[bool]:
+        """Whether each message is trained: as the row says, or else as its role is."""
+        own = conversation.trained or (None,) * len(conversation.messages)
+        return [
+            self.trained_roles[message["role"]] if flag is None else flag
+            for message, flag in zip(conversation.messages, own, strict=True)
+        ]
+
+    def _of_trained(self, chat: _Chat, marked: list[Span]) -> list[Span]:
+        """The spans that the template marks, of the trained messages alone."""
+        asked = [flag for flag, message in zip(chat.is_trained, chat.messages, strict=True)
+                 if message["role"] == "assistant"]  # fmt: skip
+        if all(asked):
+            return marked
+        if len(marked) == len(asked):
+            return [span for span, is_trained in zip(marked, asked, strict=True) if is_trained]
+        wanted = self._spans(chat)
+        return [(b, e) for b, e in marked if any(b < end and begin < e for begin, end in wanted)]
+
+    def begins_with_special(self, text: str) -> bool:
+        """Whether a text begins with a special token."""
+        return self._begins_with_special.match(text) is not None
+
+    def writes(self, token: str) -> bool:
+        """Whether the chat template begins a conversation with a token."""
+        if self.tokenizer.chat_template is None:
+            return True
+        try:
+            return self.render([{"role": "user", "content": "a"}], {}).startswith(token)
+        except DataError:
+            return True
 
     def ends_by_itself(self, text: str) -> bool:
         """Whether the template has written an end token after the last message."""
@@ -89,12 +126,12 @@ class ChatSpans:
     def _spans(self, chat: _Chat) -> list[Span]:
         generated = self._generated_spans(chat)
         spans, begin = [], 0
-        for index, message in enumerate(chat.messages):
+        for index in range(len(chat.messages)):
             if index in generated:
                 start, end = generated[index]
             else:
                 start, end = begin, self._end_of_other(chat, index, generated, begin)
-            if self.trained_roles[message["role"]]:
+            if chat.is_trained[index]:
                 spans.append((start, end))
             begin = end
         return spans
@@ -105,7 +142,7 @@ class ChatSpans:
         for index, message in enumerate(chat.messages):
             if message["role"] == "assistant":
                 start, end = self._prefix_span(chat, index, after) or self._compared_span(chat, index, after)
-                spans[index] = start, self._settled(chat.text, start, end)
+                spans[index] = start, self.settled(chat.text, start, end)
                 after = spans[index][1]
         return spans
 
@@ -115,8 +152,7 @@ class ChatSpans:
             return len(chat.text)
         if index + 1 in generated:
             return generated[index + 1][0]
-        flags = [self.trained_roles[message["role"]] for message in chat.messages[index : index + 2]]
-        if flags[0] == flags[1]:
+        if chat.is_trained[index] == chat.is_trained[index + 1]:
             return begin
         end = self._prefix_length(chat, index + 1, add_generation_prompt=False)
         if end is None:
@@ -160,7 +196,7 @@ class ChatSpans:
             return ""
         return with_header.removeprefix(without) if with_header.startswith(without) else ""
 
-    def _settled(self, text: str, begin: int, end: int) -> int:
+    def settled(self, text: str, begin: int, end: int) -> int:
         """Move `end` to just after the end token, over blanks that the template adds or to a token that follows."""
         kept = text[begin:end].rstrip()
         if self._ends_with_special.search(kept):
@@ -188,7 +224,7 @@ class ChatSpans:
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
+            raise BadRow(f"the chat template refuses the conversation: {error}") from error
         assert isinstance(text, str), "one conversation is one text"
         return text
 
@@ -208,7 +244,7 @@ class ChatSpans:
                 **{**self.tokenizer.special_tokens_map, **kwargs},
             )
         except Exception as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
+            raise BadRow(f"the chat template refuses the conversation: {error}") from error
         # Its annotation says str.
         texts, spans = cast("tuple[list[str], list[list[Span]]]", answer)
         return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
@@ -216,6 +252,24 @@ class ChatSpans:
     def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: set tokenizer.chat_template")
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The special tokens of a tokenizer: those that its config names, and others that are special in tokenizer.json.
+
+    The end token of a chat format is often of the second kind in base models.
+    """
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added.union(tokenizer.all_special_ids)
+
+
+def _splits_anywhere(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a piece of text has the same tokens wherever it stands. SentencePiece begins each text with a blank."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return ids("b") != ids(" b") and ids("a") + ids(" b") == ids("a b")
 
 
 def _common_length(one: str, other: str) -> int:
@@ -280,7 +334,10 @@ class ConversationTokenizer:
         self.max_inputs = max_inputs
         self.section = section
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
+        self.trained_roles["developer"] = loss_mask.system
         self._spans = ChatSpans(tokenizer, self.trained_roles)
+        self._special_ids = np.array(sorted(special_ids(tokenizer)), dtype=np.int32)
+        self._splits_anywhere = _splits_anywhere(tokenizer)
         self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
 
     def __call__(self, row: Mapping[str, Any]) -> TokenizedSample:
@@ -291,8 +348,15 @@ class ConversationTokenizer:
                 template leaves out a key of the row.
             UnmaskableSample: the chat template does not show where the messages start and end.
         """
-        content = read_row(row, self.section)
-        return self._plain(content) if isinstance(content, PlainText) else self._chat(content)
+        try:
+            content = read_row(row, self.section)
+        except RowFault as fault:
+            raise BadRow(str(fault)) from fault
+        if isinstance(content, PlainText):
+            return self._plain(content)
+        template = self.tokenizer.chat_template
+        plain = plain_messages(content.messages, template if isinstance(template, str) else None)
+        return self._chat(replace(content, messages=plain))
 
     def _chat(self, conversation: Conversation) -> TokenizedSample:
         self._refuse_losses(conversation)
@@ -301,7 +365,7 @@ class ConversationTokenizer:
         sample = self._encode(text, spans, add_special_tokens=False)
         if sample.is_cut or self._spans.ends_by_itself(text):
             return sample
-        return self._with_end(sample, self.trained_roles[conversation.messages[-1]["role"]])
+        return self._with_end(sample, self._spans.flags(conversation)[-1])
 
     def _refuse_losses(self, conversation: Conversation) -> None:
         """Raises DataError if the chat template drops a part of the conversation."""
@@ -320,29 +384,67 @@ class ConversationTokenizer:
     def _plain(self, content: PlainText) -> TokenizedSample:
         prompt, is_end_trained = content.prompt or "", content.prompt is None or self.trained_roles["assistant"]
         text = prompt + content.completion
-        spans = [(len(prompt), len(text))] if is_end_trained else []
+        end = len(text) if content.prompt is None else self._spans.settled(text, len(prompt), len(text))
+        spans = [(len(prompt), end)] if is_end_trained else []
         if content.prompt is not None and self.trained_roles["user"]:
             spans.append((0, len(prompt)))
-        sample = self._encode(text, spans, add_special_tokens=True)
-        return sample if sample.is_cut else self._with_end(sample, is_end_trained)
+        sample = self._encode(text, spans, add_special_tokens=not self._is_rendered(text))
+        if sample.is_cut or self._spans.ends_by_itself(text):
+            return sample
+        return self._with_end(sample, is_end_trained)
+
+    def _is_rendered(self, text: str) -> bool:
+        """Whether a chat template has written the text, with the token that begins it if it has one.
+
+        TRL and others leave that token out of the text; the tokenizer then adds it.
+        """
+        bos = self.tokenizer.bos_token
+        if bos and text.startswith(bos):
+            return True
+        return self._spans.begins_with_special(text) and not (bos and self._spans.writes(bos))
 
     def _encode(self, text: str, spans: list[Span], add_special_tokens: bool) -> TokenizedSample:
         """Tokenize a text, or a beginning of it that is long enough. Raises DataError if it cannot be tokenized."""
         chars = len(text) if self.max_inputs is None else max(_WHOLE_CHARS, 8 * self.max_inputs)
         while True:
+            cuts = [begin for begin, _ in spans if 0 < begin < chars]
             try:
-                # verbose=False: no warning about the model's maximum length, since `data.seq_len` is the limit here.
-                encoding = self.tokenizer(
-                    text[:chars], add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
-                )
+                sample = _masked(self._joined(text[:chars], cuts, add_special_tokens), spans, text)
             except (TypeError, UnicodeEncodeError) as error:  # the tokenizer takes text with half a character for none
-                raise DataError("a text holds half a character (a single surrogate)") from error
-            sample = _masked(encoding, spans)
+                raise BadRow("a text holds half a character (a single surrogate)") from error
             if chars >= len(text):
                 return sample
             if self.max_inputs is not None and sample.inputs > self.max_inputs + _MARGIN_TOKENS:
                 return replace(sample.first(self.max_inputs + 1), is_cut=True)
             chars *= 4
+
+    def _joined(self, text: str, cuts: Sequence[int], add_special_tokens: bool) -> _Tokens:
+        """The tokens of a text. What the model generates from a cut on begins with a token, as in inference.
+
+        "Answer: " and "yes" are one text, and yet the model is asked with a prompt that ends in a blank. Tokenized
+        together, the blank belongs to the token of "yes", which a prompt never ends before.
+        """
+        whole = self._tokens(text, add_special_tokens)
+        if not cuts or not self._splits_anywhere:
+            return whole
+        is_special = np.isin(whole.ids, self._special_ids) & (whole.ends > whole.starts)
+        befores, behinds = whole.ends[is_special], whole.starts[is_special]
+        for begin, cut, end in _regions(text, cuts, befores, behinds):
+            pieces = [self._tokens(text[a:b], False).shifted(a) for a, b in pairwise([begin, *cut, end])]
+            inside = (whole.starts >= begin) & (whole.ends <= end) & (whole.ends > whole.starts)
+            places = np.flatnonzero(inside)
+            new = _Tokens.joined(pieces)
+            if len(places) and not np.array_equal(new.ids, whole.ids[places]):
+                whole = _Tokens.joined([whole.part(0, places[0]), new, whole.part(places[-1] + 1, len(whole.ids))])
+        return whole
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> _Tokens:
+        # verbose=False: no warning about the model's maximum length, since `data.seq_len` is the limit here.
+        encoding = self.tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return _Tokens(np.array(encoding["input_ids"], dtype=np.int32), offsets[:, 0], offsets[:, 1])
 
     def _with_end(self, sample: TokenizedSample, is_trained: bool) -> TokenizedSample:
         """Append the end token unless the sample ends with one. End tokens inside the text do not count."""
@@ -355,10 +457,47 @@ class ConversationTokenizer:
         return TokenizedSample(np.append(sample.token_ids, np.int32(end)), np.append(sample.is_trained, is_trained))
 
 
-def _masked(encoding: Mapping[str, Any], spans: list[Span]) -> TokenizedSample:
-    token_ids = np.array(encoding["input_ids"], dtype=np.int32)
-    starts = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
-    is_trained = np.zeros(len(token_ids), dtype=bool)
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens and the characters [start, end) of each. A token that the tokenizer adds has none."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def shifted(self, by: int) -> _Tokens:
+        return _Tokens(self.ids, self.starts + by, self.ends + by)
+
+    def part(self, begin: int, end: int) -> _Tokens:
+        return _Tokens(self.ids[begin:end], self.starts[begin:end], self.ends[begin:end])
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Tokens]) -> _Tokens:
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends")))
+
+
+def _regions(
+    text: str, cuts: Sequence[int], befores: np.ndarray, behinds: np.ndarray
+) -> Iterator[tuple[int, list[int], int]]:
+    """The stretches of text between special tokens that have cuts inside: begin, cuts and end.
+
+    A special token splits the text before anything else does, so what is outside of a stretch keeps its tokens.
+    """
+    regions: dict[tuple[int, int], list[int]] = {}
+    for cut in sorted(set(cuts)):
+        begin = int(befores[befores <= cut].max(initial=0))
+        end = int(behinds[behinds >= cut].min(initial=len(text)))
+        if begin < cut < end:
+            regions.setdefault((begin, end), []).append(cut)
+    for (begin, end), inside in regions.items():
+        yield begin, inside, end
+
+
+def _masked(tokens: _Tokens, spans: list[Span], text: str) -> TokenizedSample:
+    """A token belongs to the message in which it starts; blanks before the message do not count."""
+    is_trained = np.zeros(len(tokens.ids), dtype=bool)
     for begin, end in spans:
-        is_trained |= (starts >= begin) & (starts < end)
-    return TokenizedSample(token_ids, is_trained)
+        is_trained |= (tokens.starts >= begin) & (tokens.starts < end)
+        for at in np.flatnonzero((tokens.starts < begin) & (tokens.ends > begin)):
+            is_trained[at] |= not text[tokens.starts[at] : begin].strip()
+    return TokenizedSample(tokens.ids, is_trained)

@@ -11,7 +11,7 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
-from prime_rl.trainer.sft.data.samples import DatasetStream, Made, SampleCounts
+from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Made, SampleCounts
 from prime_rl.trainer.sft.data.sources import Entries, Entry
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -51,6 +51,8 @@ class Examination:
     """Fraction of the packed rows that is not padding."""
     discarded: float = 0.0
     """Fraction of the samples' tokens that packing cuts off."""
+    faults: dict[str, None] = field(default_factory=dict)
+    """What is wrong with bad rows that are skipped."""
     shown: list[TokenizedSample] = field(default_factory=list)
     """The first samples."""
 
@@ -82,6 +84,8 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
         found.counts.seen += 1
         if made.kind != "seen":
             setattr(found.counts, made.kind, getattr(found.counts, made.kind) + 1)
+        if made.fault:
+            found.faults[made.fault] = None
         if made.inputs:
             found.lengths.append(made.inputs)
         if made.sample is not None:
@@ -126,7 +130,7 @@ def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
     """Why a run must not start; None if it may."""
     counts, section = found.counts, config.section
     limit = f"{section}.seq_len = {config.seq_len}"
-    useless = counts.untrainable + counts.unmaskable
+    useless = counts.untrainable + counts.unmaskable + counts.bad
     if counts.seen == 0 or (found.samples > 0 and found.share(useless) <= config.max_untrainable_share):
         return None
     reasons = [
@@ -134,6 +138,7 @@ def untrainable_fault(found: Examination, config: SFTDataConfig) -> str | None:
         for count, text in (
             (counts.untrainable, f"without a trained token within {limit}"),
             (counts.unmaskable, "whose messages cannot be found in the chat template's text"),
+            (counts.bad, f'without a conversation or an answer ({section}.on_bad_row = "skip")'),
             (counts.overlong, f'longer than {limit} ({section}.overlong = "drop")'),
         )
         if count
@@ -158,6 +163,10 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f"{counts.untrainable} {of_rows} have no trained token within {limit} and are skipped"
     if found.share(counts.unmaskable) > _WORRYING_UNTRAINABLE:
         yield f"{counts.unmaskable} {of_rows} are skipped: the chat template does not show where messages start and end"
+    if counts.bad:
+        first = next(iter(found.faults))
+        kinds = "" if len(found.faults) == 1 else f", and {len(found.faults) - 1} other reasons"
+        yield f'{counts.bad} {of_rows} are skipped ({config.section}.on_bad_row = "skip"): {first}{kinds}'
     if found.share(found.without_end) > _WORRYING_UNTRAINABLE:
         yield f"{found.without_end} {of_rows} train no end token, so the model does not learn to stop after them"
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
@@ -193,7 +202,9 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, proce
     stream = rows.stream
     if not isinstance(stream, DatasetStream):
         return set()
-    found = examine(stream.first_ones(_FIRST_ROWS), stream.row_count, stream.config)
+    faults = BadRows()
+    found = examine(stream.first_ones(_FIRST_ROWS, faults), stream.row_count, stream.config)
+    faults.refuse(stream.config.section)
     fault = untrainable_fault(found, stream.config)
     if fault:
         raise DataError(fault)

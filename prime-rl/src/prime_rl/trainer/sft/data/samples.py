@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +12,13 @@ import numpy as np
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample, UnmaskableSample
+from prime_rl.trainer.process.errors import BadRow, DataError
+from prime_rl.trainer.sft.data.conversation import (
+    ConversationTokenizer,
+    TokenizedSample,
+    UnmaskableSample,
+    special_ids,
+)
 from prime_rl.trainer.sft.data.places import Place, Places
 from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.utils.logger import count_of, get_logger
@@ -42,10 +48,12 @@ class SampleCounts:
     """Skipped: no trained token within `seq_len`."""
     unmaskable: int = 0
     """Skipped: the chat template does not show where their messages start and end."""
+    bad: int = 0
+    """Skipped: no conversation, or one without an answer (`data.on_bad_row = "skip"`)."""
 
     @property
     def left_out(self) -> int:
-        return self.overlong + self.untrainable + self.unmaskable
+        return self.overlong + self.untrainable + self.unmaskable + self.bad
 
 
 class SampleSource(Protocol):
@@ -93,6 +101,8 @@ class Made:
     """Whether the last trained token, before the cut, is a special token such as the end of a message."""
     end_id: int | None = None
     """The token that ends the text, if it is a special one."""
+    fault: str = ""
+    """What is wrong with a bad row."""
 
 
 class SampleMaker:
@@ -106,7 +116,7 @@ class SampleMaker:
         self._tokenize = ConversationTokenizer(
             tokenizer, config.loss_mask, config.ignored_keys, config.seq_len, config.section
         )
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special_ids = frozenset(special_ids(tokenizer))
 
     def __call__(self, entry: Entry) -> Made:
         """Tokenize, mask and cut a row.
@@ -121,10 +131,13 @@ class SampleMaker:
                 sample = self._tokenize(row)
         except UnmaskableSample:
             return Made(None, "unmaskable")
+        except (BadRow, RecursionError) as error:
+            fault = str(error) if isinstance(error, BadRow) else "lists or objects are nested too deeply"
+            if self.config.on_bad_row == "skip":
+                return Made(None, "bad", fault=fault)
+            raise BadRow(f"{entry.where}: {fault}") from error
         except DataError as error:
             raise DataError(f"{entry.where}: {error}") from error
-        except RecursionError as error:
-            raise DataError(f"{entry.where}: lists or objects are nested too deeply") from error
         except OutOfTime:
             raise DataError(
                 f"{entry.where}: tokenizing takes more than {self.max_row_s:g} s: shorten or remove the row, or look "
@@ -146,6 +159,58 @@ class SampleMaker:
         end_id = last_trained if last_trained in self._special_ids and not sample.is_cut else None
         kind = "truncated" if is_overlong else "seen"
         return Made(cut, kind, sample.inputs, sample.is_cut or end_id is not None, end_id)
+
+
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+_NAMED_ROWS = 4
+
+
+class BadRows:
+    """Collects the rows that cannot be trained on, so that one start tells all of them, each kind once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, list[tuple[str, str]]] = {}
+        """Place and fault of each row, by what the faults have in common."""
+        self._seen = 0
+        self._can_be_skipped = False
+
+    def collecting(self, make: Callable[[Entry], Made]) -> Callable[[Entry], Made]:
+        """`make`, which keeps a bad row's fault instead of raising it."""
+
+        def made(entry: Entry) -> Made:
+            self._seen += 1
+            try:
+                return make(entry)
+            except DataError as error:
+                if isinstance(error.__context__, OutOfTime):
+                    raise  # the other rows would take as long
+                fault = str(error).removeprefix(f"{entry.where}: ")
+                self._can_be_skipped |= isinstance(error, BadRow)
+                self._kinds.setdefault(_VARYING.sub("", fault), []).append((entry.where, fault))
+                return Made(None, "seen")
+
+        return made
+
+    def lines(self) -> list[str]:
+        """One line for each kind of fault: the first row, and how many there are."""
+        return [self._line(rows) for rows in self._kinds.values()]
+
+    def _line(self, rows: Sequence[tuple[str, str]]) -> str:
+        (where, fault), *others = rows
+        if not others:
+            return f"{where}: {fault}"
+        more = ", ".join(place for place, _ in others[:_NAMED_ROWS])
+        and_so_on = ", …" if len(others) > _NAMED_ROWS else ""
+        return f"{where}: {fault}; so it is in {len(rows)} of {self._seen} rows: also {more}{and_so_on}"
+
+    def advice(self, section: str) -> str:
+        """How to go on without the bad rows. Empty if other faults are all there is."""
+        return f'mend them, or leave them out with {section}.on_bad_row = "skip"' if self._can_be_skipped else ""
+
+    def refuse(self, section: str) -> None:
+        """Raises DataError if there are bad rows."""
+        if lines := self.lines():
+            raise DataError("; ".join([*lines, *filter(None, [self.advice(section)])]))
 
 
 class DatasetStream:
@@ -196,11 +261,13 @@ class DatasetStream:
         self.entries.restore(state)
         self.counts = SampleCounts(**state["counts"])
 
-    def first_ones(self, count: int) -> Iterator[Made]:
+    def first_ones(self, count: int, faults: BadRows) -> Iterator[Made]:
         """The first `count` rows of the stream, over all data ranks, without moving or counting.
 
-        Call it before the first sample is taken. It ends with the first epoch, if the epoch's length is known.
+        Call it before the first sample is taken. It ends with the first epoch, if the epoch's length is known. `faults`
+        collects the rows that cannot be trained on.
         """
+        make = faults.collecting(self._made)
         start = self.entries.state()
         for position in range(min(count, self.row_count or self.config.shuffle_buffer)):
             entry = self.entries.at(position)
@@ -208,7 +275,7 @@ class DatasetStream:
                 # A stream has gone on to its second epoch, and cannot go back by itself.
                 self.entries.restore(start)
                 return
-            yield self._made(entry)
+            yield make(entry)
 
     def _useless_share(self) -> str:
         """Why this data rank has nothing to train on."""
@@ -230,19 +297,19 @@ class DatasetStream:
         self.counts.seen += 1
         if made.kind != "seen":
             setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
-            self._warn(entry, made.kind)
+            self._warn(entry, made)
         return made.sample
 
-    def _warn(self, entry: Entry, kind: str) -> None:
+    def _warn(self, entry: Entry, made: Made) -> None:
         """Warn about the first row of a kind and whenever their number has doubled, but never twice about one row."""
         if entry.key in self._warned:
             return
         if entry.key is not None:
             self._warned.add(entry.key)
-        count = getattr(self.counts, kind)
+        count = getattr(self.counts, made.kind)
         if count & (count - 1) == 0:
-            line = _WARNINGS[kind].format(
-                where=entry.where, limit=f"{self.config.section}.seq_len = {self.config.seq_len}"
+            line = _WARNINGS[made.kind].format(
+                where=entry.where, limit=f"{self.config.section}.seq_len = {self.config.seq_len}", fault=made.fault
             )
             get_logger().warning(f"{line} ({count_of('such row', count)} so far)")
 
@@ -261,6 +328,7 @@ _WARNINGS = {
     "truncated": "Cut {where}: longer than {limit}",
     "overlong": "Skipped {where}: longer than {limit}",
     "untrainable": "Skipped {where}: no trained token within {limit}",
+    "bad": "Skipped {where}: {fault}",
     "unmaskable": "Skipped {where}: the chat template does not show where its messages start and end",
 }
 

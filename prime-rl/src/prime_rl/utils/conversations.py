@@ -1,0 +1,399 @@
+"""Reads a row of data as a conversation for a chat template, or as plain text.
+
+SFT, the prompts of RL and evaluation, the inference server and `rollouts --to-sft` all read messages here, so one
+conversation is rendered in the same way wherever it comes from.
+
+    read_row({"instruction": "Translate.", "input": "fever", "output": "Fieber"})
+
+Nulls: an optional key of a message or a call that is null is absent. A null inside a call's arguments or a tool's
+schema is a value and stays. Columnar files fill missing keys with nulls: `utils/rows.py` drops those when it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_rl.utils.rows import parsed
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+FORMATS = (
+    ("messages",),
+    ("conversations",),
+    ("instruction", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("text",),
+)
+"""The columns of each format. Of several that apply to a row, the first is read."""
+EXPECTED = "`messages`, `conversations`, `instruction` and `output`, `prompt` and `response` or `completion`, or `text`"
+WITH_EVERY_FORMAT = ("tools", "chat_template_kwargs")
+
+ROLES = ("system", "user", "assistant", "tool")
+OTHER_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+"""Other programs' names for roles. `function_call` in ShareGPT is an assistant's message that holds a call."""
+TRAIN_KEYS = ("weight", "train", "training")
+"""Keys of a message that say whether it is trained: OpenAI's `weight`, axolotl's `train` and `training`."""
+
+_RESERVED = frozenset(
+    "conversation messages chat_template add_generation_prompt continue_final_message tokenize padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Arguments of the rendering itself. A row's own template would be a program that came with the data."""
+
+
+class RowFault(ValueError):
+    """A row has no conversation or text to train on. The message is one line, without the place of the row."""
+
+
+class NamedRow(dict[str, Any]):
+    """A row under our names for its columns, which knows the user's names."""
+
+    def __init__(self, values: Mapping[str, Any], theirs: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.theirs = dict(theirs)
+
+
+def column_name(row: Row, ours: str) -> str:
+    """The user's name of a column, for messages."""
+    return row.theirs.get(ours, ours) if isinstance(row, NamedRow) else ours
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Chat messages and the other arguments of the chat template."""
+
+    messages: list[Message]
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """`tools`, and the row's `chat_template_kwargs`."""
+    trained: tuple[bool | None, ...] = ()
+    """Whether each message is trained, where the row says so. None leaves it to the role, as does an empty tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text without a chat template. The prompt counts as the user's."""
+
+    prompt: str | None
+    """None if the whole text is trained, whatever `data.loss_mask` says."""
+    completion: str
+
+
+def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
+    """Read a row of any of `FORMATS`. `section` is the config's section with the dataset, for messages.
+
+    Raises:
+        RowFault: a field is missing, empty or malformed.
+    """
+    filled = {name: value for name, value in row.items() if not _is_blank(name, value)}
+    kind = next((kind for kind in FORMATS if all(name in filled for name in kind)), None)
+    if kind is None:
+        raise RowFault(_what_is_missing(row, filled))
+    if kind == ("text",):
+        return PlainText(None, _whole_text(row, "text", filled["text"]))
+    if kind[0] == "prompt":
+        filled = {name: _listed(value) if name in kind else value for name, value in filled.items()}
+    if kind == ("prompt", "completion") and all(isinstance(filled[name], str) for name in kind):
+        return PlainText(filled["prompt"], _whole_text(row, "completion", filled["completion"]))
+    asked, answered = _parts(kind, filled, row)
+    if not asked and not answered:
+        raise RowFault("the conversation has no messages")
+    if kind != ("prompt", "completion") and not is_missing(filled.get("system")) and filled["system"] != "":
+        asked = [{"role": "system", "content": filled["system"]}, *asked]
+    raw = [*asked, *answered]
+    messages = [_message(number, message, section) for number, message in enumerate(raw, start=1)]
+    # Earlier answers in a prompt are context: only the completion is meant to be learned.
+    in_prompt = len(asked) if kind[0] == "prompt" else 0
+    trained = tuple(
+        _is_trained(number, message, is_context=number <= in_prompt and messages[number - 1]["role"] == "assistant")
+        for number, message in enumerate(raw, start=1)
+    )
+    for number, (message, flag) in enumerate(zip(messages, trained, strict=True), start=1):
+        if message["role"] == "assistant" and flag is not False and _says_nothing(message):
+            name = "" if kind[0] in ("messages", "conversations", "prompt") else column_name(row, kind[-1])
+            name = column_name(row, "response") if kind == ("prompt", "response") else name
+            raise RowFault(f"`{name}` is empty" if name else f"message {number}: the assistant message is empty")
+    return Conversation(messages, _template_kwargs(filled), trained if set(trained) - {None} else ())
+
+
+def _what_is_missing(row: Row, filled: Row) -> str:
+    """The column of the likeliest format that has no value, or the columns that there are."""
+    near = [kind for kind in FORMATS if all(name in row for name in kind)]
+    if not near and ("prompt" in filled or "completion" in filled):
+        near = [("prompt", "completion")]
+    if not near:
+        return f"found {', '.join(column_name(row, name) for name in filled) or 'no field at all'}; expected {EXPECTED}"
+    likeliest = max(near, key=lambda kind: sum(name in filled for name in kind))
+    missing = next(name for name in likeliest if name not in filled)
+    return f"`{column_name(row, missing)}` is missing"
+
+
+def _is_blank(name: str, value: Any) -> bool:
+    # An empty cell of a CSV file has no messages; an empty answer is told apart later.
+    return is_missing(value) or (name in ("messages", "conversations") and isinstance(value, str) and not value.strip())
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell has no value: null, or the NaN that pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def question_of(row: Row) -> Any:
+    """The question of a row with `instruction`: text, or messages if it has earlier turns or a system message.
+
+    Raises:
+        RowFault: the history is malformed.
+    """
+    text = _instruction(row)
+    earlier = [] if is_missing(row.get("history")) else _history(row["history"])
+    system = "" if is_missing(row.get("system")) else row.get("system")
+    if not earlier and not system:
+        return text
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, *earlier, {"role": "user", "content": text}]
+
+
+def _instruction(row: Row) -> str:
+    parts = (row.get(name) for name in ("instruction", "input"))
+    return "\n\n".join(str(part) for part in parts if not is_missing(part) and part != "")
+
+
+def _parts(kind: tuple[str, ...], filled: Row, row: Row) -> tuple[list[Any], list[Any]]:
+    """The messages of a row: those that come before, and those of the answer."""
+    if kind in (("messages",), ("conversations",)):
+        messages = decoded(filled[kind[0]], kind[0])
+        if not isinstance(messages, list):
+            raise RowFault("`messages` must be a list of messages")
+        return [], messages
+    if kind == ("instruction", "output"):
+        return [], [*_history(filled.get("history")), *_turn(_instruction(filled), filled["output"])]
+    prompt, answer = filled["prompt"], filled[kind[1]]
+    if kind == ("prompt", "response"):
+        asked = prompt if isinstance(prompt, list) else _turn(prompt)
+        return asked, [{"role": "assistant", "content": answer}]
+    if not (isinstance(prompt, list) and isinstance(answer, list)):
+        names = " and ".join(f"`{column_name(row, name)}`" for name in kind)
+        raise RowFault(f"{names} must both be message lists or both strings")
+    return prompt, answer
+
+
+def _whole_text(row: Row, ours: str, text: Any) -> str:
+    name = column_name(row, ours)
+    if not isinstance(text, str):
+        raise RowFault(f"`{name}` must be a string, got {text!r}")
+    if not text.strip():
+        raise RowFault(f"`{name}` is empty")
+    return text
+
+
+def _says_nothing(message: Message) -> bool:
+    return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def decoded(value: Any, what: str) -> Any:
+    """The value, or what its text holds: columnar files and CSV store nested values as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parsed(value)
+    except ValueError as error:
+        raise RowFault(f"{what}: not valid JSON: {getattr(error, 'msg', error)}") from error
+
+
+def _listed(value: Any) -> Any:
+    """A list of messages that a CSV or columnar file holds as JSON text; any other value as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[{")):
+        return value
+    try:
+        found = parsed(value)
+    except ValueError:
+        return value
+    is_chat = isinstance(found, list) and all(
+        isinstance(each, dict) and {"role", "from"} & each.keys() for each in found
+    )
+    return found if is_chat else value
+
+
+def _turn(question: Any, *answers: Any) -> list[Message]:
+    return [{"role": "user", "content": question}, *({"role": "assistant", "content": each} for each in answers)]
+
+
+def _history(pairs: Any) -> list[Message]:
+    """Earlier turns, as pairs of question and answer."""
+    pairs = decoded(pairs or [], "`history`")
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowFault(f"`history` must be a list of pairs of question and answer, got {pairs!r}")
+    return [message for pair in pairs for message in _turn(*pair)]
+
+
+def _is_trained(number: int, message: Any, is_context: bool) -> bool | None:
+    """Whether the message itself says that it is trained, or not. None leaves it to its role."""
+    for name in TRAIN_KEYS:
+        value = message.get(name)
+        if is_missing(value):
+            continue
+        if value not in (0, 1):
+            raise RowFault(
+                f"message {number}: `{name}` must be 0 or 1, got {value!r}: a message is trained or it is not"
+            )
+        # OpenAI's weight of 1 is the default, and trains no other role than the assistant.
+        return None if name == "weight" and value and not is_context else bool(value)
+    return False if is_context else None
+
+
+# Messages, as every program of ours hands them to a chat template.
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], template: str | None = None) -> list[Message]:
+    """Messages as chat templates expect them. `template` decides whether `developer` is a role that it knows."""
+    knows_developer = template is not None and "developer" in template
+    return [_plain_message(message, knows_developer) for message in messages]
+
+
+def _plain_message(message: Mapping[str, Any], knows_developer: bool) -> Message:
+    """Without null keys, with its content as one text, and the arguments of its calls as objects."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if plain.get("role") == "developer" and not knows_developer:
+        plain["role"] = "system"
+    if isinstance(plain.get("content"), list):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in plain["content"]]
+        if all(isinstance(text, str) for text in texts):  # images stay parts, which the caller refuses
+            plain["content"] = "\n".join(map(str, texts))
+    plain.setdefault("content", "")
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [plain_call(call) for call in calls]
+    return plain
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call without null keys, with its arguments as an object. A call without arguments has none: `{}`.
+
+    Models may write invalid JSON, which the template receives unchanged.
+    """
+    plain = {key: value for key, value in call.items() if value is not None}
+    function = plain.get("function")
+    if not isinstance(function, Mapping):
+        return plain
+    function = {key: value for key, value in function.items() if value is not None}
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        try:
+            arguments = parsed(arguments) if arguments.strip() else {}
+        except ValueError:
+            return {**plain, "function": function}
+    return {**plain, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+# Messages of training data, which may have other names, and are checked.
+
+
+def _message(number: int, message: Any, section: str) -> Message:
+    """A message of a row, under our names and checked.
+
+    Raises:
+        RowFault: it has no role, no content, or something that is not text.
+    """
+    if not isinstance(message, Mapping):
+        raise RowFault(f"message {number}: found {message!r}; expected an object with `role` and `content`")
+    given = {key: value for key, value in message.items() if not is_missing(value) and key not in TRAIN_KEYS}
+    renamed = _as_openai(number, given)
+    role = renamed.get("role")
+    if role is None:
+        keys = ", ".join(f"`{name}`" for name in message)
+        raise RowFault(
+            f"message {number}: found the keys {keys or '(none)'}; expected `role` and `content`, or `from` and "
+            f"`value`. Name others in {section}.columns"
+        )
+    if role not in (*ROLES, "developer"):
+        known = ", ".join((*ROLES, *OTHER_NAMES))
+        raise RowFault(f"message {number}: unknown role {role!r}: known are {known}; map others in {section}.roles")
+    if "content" not in renamed:
+        if role != "assistant" or not ("tool_calls" in renamed or "reasoning_content" in renamed):
+            raise RowFault(f"message {number}: the {role} message has no `content`")
+        renamed["content"] = ""
+    renamed["content"] = _text(number, renamed["content"])
+    if "tool_calls" in renamed:
+        renamed["tool_calls"] = _tool_calls(number, renamed["tool_calls"])
+    (plain,) = plain_messages([renamed], "developer")
+    return plain
+
+
+def _as_openai(number: int, message: Message) -> Message:
+    """A message with `role` and `content`, and our name of its role. ShareGPT calls them `from` and `value`."""
+    for theirs, ours in (("from", "role"), ("value", "content")):
+        if theirs in message and ours not in message:
+            message[ours] = message.pop(theirs)
+    role = message.get("role")
+    if role == "function_call" and "content" in message:
+        message["role"] = "assistant"
+        call = decoded(message.pop("content"), f"message {number}: function_call")
+        message["tool_calls"] = call if isinstance(call, list) else [call]
+    elif "function_call" in message and role == "assistant":
+        # OpenAI's older form of one call.
+        call = decoded(message.pop("function_call"), f"message {number}: function_call")
+        message.setdefault("tool_calls", [call])
+    elif isinstance(role, str) and role in OTHER_NAMES and role != "developer":
+        message["role"] = OTHER_NAMES[role]
+    return message
+
+
+def _text(number: int, content: Any) -> str:
+    """The text of a message. Parts of text are joined by newlines, as in inference."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            texts.append(text)
+        elif isinstance(part, Mapping) and isinstance(content, list):
+            kind = part.get("type")
+            raise RowFault(f"message {number}: a part of type {kind!r}: only parts of text can be trained on")
+        else:
+            raise RowFault(f"message {number}: `content` must be text, or a list of parts of text, got {content!r}")
+    return "\n".join(texts)
+
+
+def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
+    calls = decoded(calls, f"message {number}: tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise RowFault(f"message {number}: `tool_calls` must be a list of objects")
+    return [_tool_call(number, call) for call in calls]
+
+
+def _tool_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in OpenAI's form. ShareGPT and some datasets leave out the object `function` around it."""
+    if "function" not in call and "name" in call:
+        call = {"type": "function", "function": dict(call)}
+    function = call.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str) and function["arguments"].strip():
+        decoded(function["arguments"], f"message {number}: tool call arguments")
+    return plain_call(call)
+
+
+def _template_kwargs(filled: Row) -> dict[str, Any]:
+    kwargs = decoded(filled.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(kwargs, Mapping):
+        raise RowFault("`chat_template_kwargs` must be an object")
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    if reserved := sorted(_RESERVED & kwargs.keys()):
+        raise RowFault(f"`chat_template_kwargs` sets {reserved[0]}, which rows may not set")
+    if filled.get("tools"):
+        tools = decoded(filled["tools"], "tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RowFault("`tools` must be a list of function schemas, or such a list as JSON text")
+        kwargs["tools"] = [dict(tool) for tool in tools]
+    return kwargs
