@@ -63,7 +63,7 @@ def play(environment: Environment, answers: Sequence[str], row: int = 0) -> Roll
                 )
             finally:
                 await server.close()
-                await environment.worker.env.end_host()
+                await environment.worker.served.env.end_host()
         return rollout
 
     return asyncio.run(run())

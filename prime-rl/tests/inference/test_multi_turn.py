@@ -11,11 +11,11 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.orchestrator.workers.in_memory import SessionClient
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.inside.verifiers_api import Served
 
 NUM_TURNS = 4
 
@@ -34,12 +34,11 @@ def rollouts(server: Any, size: int, **sampling: Any) -> list[Rollout]:
         target = InferenceServer(f"{server.client.base_url}/v1", ClientConfig(), server.model)
         args = {"temperature": 1.0, "logprobs": True, **sampling}
         args["extra_body"] = {"return_token_ids": True, "top_k": -1, **args.get("extra_body", {})}
-        columns = ["trajectory", "sampling_args"]
-        group = [environment.get_dataset()[0]] * size
-        client = SessionClient(target, EndsOfTurns(), takes_tokens=True)
-        outputs = await environment.run_group(group, client, target.model, args, state_columns=columns)
+        worker, row = VerifiersWorker(Served(environment)), environment.get_dataset()[0]
+        outputs, sessions = await worker.run(row, size, target, target.model, True, args, 0)
         await target.close()
-        return [read_rollout(output, ExampleRef("chatter", 0), 1.0, 0) for output in outputs]
+        recorded = [sessions[output["session"]].recorded for output in outputs]
+        return [read_rollout(*each, ExampleRef("chatter", 0), 1.0, 0) for each in zip(outputs, recorded, strict=True)]
 
     return asyncio.run(run())
 

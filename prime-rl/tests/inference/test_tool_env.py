@@ -13,11 +13,11 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
-from prime_rl.orchestrator.workers.in_memory import SessionClient
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.inside.verifiers_api import Served
 from prime_rl.transport.messages import TrainingSample
 
 QUESTION = {"role": "user", "content": "2+3"}
@@ -115,12 +115,11 @@ def rollouts(caller: Any, environment: vf.Environment, size: int) -> list[Rollou
     async def run() -> list[Rollout]:
         server = InferenceServer(f"{caller.client.base_url}/v1", ClientConfig(), caller.model)
         args = {"temperature": 0, "max_tokens": 200, "logprobs": True, "extra_body": {"return_token_ids": True}}
-        rows = [environment.get_dataset()[0]] * size
-        columns = ["trajectory", "sampling_args"]
-        client = SessionClient(server, EndsOfTurns(), takes_tokens=True)
-        outputs = await environment.run_group(rows, client, server.model, args, state_columns=columns)
+        worker, row = VerifiersWorker(Served(environment)), environment.get_dataset()[0]
+        outputs, sessions = await worker.run(row, size, server, server.model, True, args, 0)
         await server.close()
-        return [read_rollout(output, ExampleRef("sums", 0), 0.0, 0) for output in outputs]
+        recorded = [sessions[output["session"]].recorded for output in outputs]
+        return [read_rollout(*each, ExampleRef("sums", 0), 0.0, 0) for each in zip(outputs, recorded, strict=True)]
 
     return asyncio.run(run())
 

@@ -255,7 +255,8 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
     """What the attempts at a row gave, under other keys if a test says so. One process makes them all."""
     keys = EnvConfig(workflow="my_agents:dispatch", agent_dataset="rows.jsonl", agent_timeout_s=60.0).agent_keys
     rows = read_dataset(keys.dataset)
-    guest = RestartingProcess(WorkerProcess.start(agent_spec("env[0]", keys.target, {})))
+    spec = agent_spec("env[0]", keys.target, {})
+    guest = RestartingProcess(spec, WorkerProcess.start(spec))
     proxy = RecordingProxy()
     with asyncio.Runner() as runner:
         pool = InferencePool(ClientConfig(base_url=[module_server.url]), "letters")

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, check_trainable, read_rollout
+from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt
 from prime_rl.orchestrator.workers.failures import Failures
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.rl.batches import find_fault
@@ -44,29 +45,31 @@ def mostly(*usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(*usual, *usual, VALUES)
 
 
-def tokens_of(prompt: int, sampled: int) -> st.SearchStrategy[dict[str, Any]]:
-    def exactly(strategy: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[Any]:
-        return mostly(st.lists(strategy, min_size=size, max_size=size))
-
-    return st.fixed_dictionaries(
-        {
-            "prompt_ids": exactly(st.integers(0, 99), prompt),
-            "prompt_mask": exactly(st.integers(0, 1), prompt),
-            "completion_ids": exactly(st.one_of(st.integers(0, 99), NUMBERS), sampled),
-            "completion_mask": exactly(st.booleans(), sampled),
-            "completion_logprobs": exactly(st.one_of(st.floats(-20, 0), NUMBERS), sampled),
-        }
-    )
+@st.composite
+def calls(draw: st.DrawFn) -> ModelCall:
+    """A call as an engine may answer it: as many of each, and any numbers."""
+    prompt = draw(st.lists(st.one_of(st.integers(0, 99), st.integers()), max_size=3))
+    sampled = draw(st.integers(0, 3))
+    exactly = {"min_size": sampled, "max_size": sampled}
+    ids = draw(st.lists(st.one_of(st.integers(0, 99), st.integers()), **exactly))
+    logprobs = draw(st.lists(st.one_of(st.floats(-20, 0), st.floats()), **exactly))
+    return ModelCall(Prompt.of(prompt), ids, logprobs, [True] * sampled)
 
 
-STEPS = st.fixed_dictionaries(
-    {"tokens": mostly(st.builds(tokens_of, st.integers(0, 3), st.integers(0, 3)).flatmap(lambda tokens: tokens))},
-    optional={"response": mostly(st.fixed_dictionaries({"call": VALUES}))},
+RECORDED = st.lists(calls(), max_size=3).map(lambda made: [(str(at), call) for at, call in enumerate(made)])
+TURNS = st.fixed_dictionaries(
+    {"id": mostly(st.sampled_from(["0", "1", "2", "other"]))},
+    optional={
+        "cut": mostly(st.lists(st.integers(0, 4), min_size=2, max_size=2)),
+        "prompt_mask": mostly(st.lists(st.integers(0, 1), max_size=3)),
+        "completion_mask": mostly(st.lists(st.booleans(), max_size=3)),
+    },
 )
 MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": VALUES}), max_size=2)
 OUTPUTS = st.fixed_dictionaries(
-    {"reward": st.one_of(st.floats(0, 1), NUMBERS, VALUES), "trajectory": mostly(st.lists(STEPS, max_size=3))},
+    {"reward": st.one_of(st.floats(0, 1), NUMBERS, VALUES)},
     optional={
+        "turns": mostly(st.lists(TURNS, max_size=3)),
         "error": mostly(st.fixed_dictionaries({"error": TEXTS, "error_chain_repr": TEXTS})),
         "timing": mostly(st.fixed_dictionaries({"generation_ms": NUMBERS, "scoring_ms": NUMBERS})),
         "stop_condition": mostly(TEXTS),
@@ -80,10 +83,10 @@ OUTPUTS = st.fixed_dictionaries(
 )
 
 
-def used(outputs: list[Any], log: RolloutLog) -> list[Rollout]:
+def used(group: list[Any], log: RolloutLog) -> list[Rollout]:
     """The rollouts of a group, after everything that the orchestrator and the trainer's packer do with them."""
     example = ExampleRef("any", 0)
-    rollouts = [read_rollout(output, example, 1.0, 3) for output in outputs]
+    rollouts = [read_rollout(output, recorded, example, 1.0, 3) for output, recorded in group]
     Failures("any", 1.0).observe_scored(rollouts)
     assert not any(has_image(part) for rollout in rollouts for part in (rollout.prompt, rollout.completion))
     check_trainable(rollouts)
@@ -106,12 +109,12 @@ def test_any_answer_of_an_environment_can_be_trained_on_or_is_malformed(
     paths = RunPaths(tmp_path).orchestrator
     log = RolloutLog(paths, KeepRolloutsConfig(max_chars=1000, max_tokens=4), keep_all=False, model="none")
 
-    @given(st.one_of(st.lists(OUTPUTS, min_size=1, max_size=3)))
-    def answers(outputs: list[dict[str, Any]]) -> None:
+    @given(st.lists(st.tuples(OUTPUTS, RECORDED), min_size=1, max_size=3))
+    def answers(group: list[Any]) -> None:
         fault = ""
         with limited_time():
             try:
-                rollouts = used(outputs, log)
+                rollouts = used(group, log)
             except (MalformedRollout, EnvironmentFault) as error:
                 fault = str(error) or "no message"
         assert len(fault) < 5000

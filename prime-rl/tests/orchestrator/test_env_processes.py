@@ -33,7 +33,7 @@ def test_environments_run_in_processes_that_end_with_the_run(orchestrate, tmp_pa
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (record["eval/letters-env/avg@1"], record["eval/letters-env/failed/count"]) == (0.0, 0)
     logs = tmp_path / "run_default" / "logs"
-    assert "Serving at ipc://" in (logs / "train" / "two turns.log").read_text()
+    assert "Serving the orchestrator" in (logs / "train" / "two turns.log").read_text()
     assert (logs / "eval" / "letters-env.log").is_file()
 
 
@@ -42,7 +42,7 @@ def test_a_server_that_ends_during_a_validation_fails_its_rollouts_and_not_the_r
     env = [{"id": "letters-env", "args": {"kind": "eval dies", "died": str(tmp_path / "died")}}]
     code, log = orchestrate(env=env, env_servers=True, val={"num_examples": 2})
     assert code == 0, log
-    assert "validation rollouts failed; first error: GroupFailed: the server of environment 'letters-env' ended" in log
+    assert "validation rollouts failed; first error: WorkerEnded: the server of environment 'letters-env' ended" in log
 
 
 def test_a_server_that_cannot_start_ends_the_run_at_once(orchestrate, monkeypatch: pytest.MonkeyPatch) -> None:

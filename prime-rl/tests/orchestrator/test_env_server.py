@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.orchestrator.env_server import PARENT_VARIABLE, main
+from prime_rl.orchestrator.env_server import main
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.orchestrator.workers.inside.frames import encode, receive_now
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.utils.engine_keys import TRANSPORT_KEY_VARIABLE
 
@@ -53,13 +56,17 @@ async def test_an_environment_answers_from_a_process_of_its_own(
     assert (tmp_path / "logs" / "train" / "letters-env.log").is_file()
 
 
-def test_a_server_does_not_stay_without_the_orchestrator_that_started_it(
-    environments_dir: Path, tmp_path: Path, unused_tcp_port: int
-) -> None:
-    arguments = ["--env.id", "letters-env", "--env.address", f"tcp://127.0.0.1:{unused_tcp_port}"]
-    variables = {**os.environ, "PYTHONPATH": str(environments_dir), PARENT_VARIABLE: str(os.getppid())}
-    ended = subprocess.run([COMMAND, *arguments, "--output-dir", str(tmp_path)], env=variables)
-    assert ended.returncode == 143
+def test_a_server_does_not_stay_without_the_orchestrator_that_started_it(environments_dir: Path) -> None:
+    config = EnvServerConfig(env=EnvConfig(id="letters-env"))
+    variables = {**os.environ, "PYTHONPATH": str(environments_dir)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        argv = [COMMAND, "--socket", str(theirs.fileno())]
+        process = subprocess.Popen(argv, env=variables, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.sendall(encode({"id": 0, "args": config.model_dump(mode="json")}))
+        assert receive_now(ours)["id"] == 0
+    assert process.wait() == 0
 
 
 def test_an_environment_that_does_not_import_is_one_line_and_exit_1(

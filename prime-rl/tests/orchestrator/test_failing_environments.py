@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import zmq
 import zmq.asyncio
@@ -18,7 +17,8 @@ from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.workers.failures import MIN_GROUPS, WINDOW, Failures, GroupTimeout, in_time
 from prime_rl.orchestrator.workers.loading import load_environment
-from prime_rl.orchestrator.workers.service import EnvironmentService
+from prime_rl.orchestrator.workers.port import listening, serve_port
+from prime_rl.orchestrator.workers.remote import Service
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import OrchestratorPaths
 
@@ -282,43 +282,40 @@ def test_an_evaluation_whose_reward_functions_fail_ends_the_run(orchestrate, fol
     assert "KeyError: 'no such key'" in log.rstrip().splitlines()[-1]
 
 
-async def answer_of(service: EnvironmentService, *requests: tuple[bytes, bytes], of: bytes) -> dict[str, Any]:
-    """Sends requests, and waits for the answer to one of them."""
-    serving = asyncio.create_task(service.serve())
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as client:
-        client.connect(service.address)
-        for request_id, body in requests:
-            await client.send_multipart([request_id, body])
-        while True:
-            request_id, body = await client.recv_multipart()
-            if request_id == of:
-                break
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+async def answer_of(service: Service, address: str, *requests: dict[str, Any]) -> dict[str, Any]:
+    """Sends requests, and waits for an answer."""
+    async with listening(address) as socket:
+        serving = asyncio.create_task(serve_port(service, socket))
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as client:
+            client.connect(address)
+            for request in requests:
+                await client.send(json.dumps(request).encode())
+            answer: dict[str, Any] = json.loads(await client.recv())
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
     await service.close()
-    answer: dict[str, Any] = msgpack.unpackb(body)
     return answer
 
 
 @pytest.mark.parametrize("way", ["it hangs", "the environment cancels itself", "the environment leaves"])
 async def test_a_server_answers_a_request_that_is_cancelled_or_leaves(folder: Path, policy_server, way: str) -> None:
-    env = load_environment(EnvConfig(id="failing-env", args={"answers": [way]}), "env[0]")
-    body = {
-        "request_type": "run_group",
-        "group_inputs": [env.get_dataset()[0]],
-        "client_config": {"client_type": "openai_chat_completions", "api_base_url": policy_server.url},
+    served = load_environment(EnvConfig(id="failing-env", args={"answers": [way]}), "env[0]")
+    engine = {"base_url": policy_server.url, "headers": {}, "timeout_s": 60, "base_model": "letters"}
+    group = {
+        "row": served.dataset("train")[0],
+        "size": 1,
+        "engine": {**engine, "takes_tokens": False},
         "model": "letters",
         "sampling_args": {},
         "max_retries": 0,
-        "state_columns": None,
     }
-    requests = [(b"1", msgpack.packb(body))] + [(b"1", b"")] * (way == "it hangs")
-    answer = await answer_of(EnvironmentService(env, f"ipc://{folder}/socket"), *requests, of=b"1")
+    requests = [{"id": 1, "do": "run_group", "with": group}, {"do": "cancel", "of": 1}]
+    address = f"ipc://{folder}/socket"
+    answer = await answer_of(Service(served), address, *requests[: 1 + (way == "it hangs")])
     if way == "the environment leaves":  # an error of the rollout
-        assert answer["outputs"][0]["error"]["error"] == "CalledExit"
+        assert answer["value"][0]["error"]["error"] == "CalledExit"
     else:
-        assert answer["success"] is False
-        assert answer["error"].startswith("CancelledError")
+        assert answer["kind"] == "CancelledError"
 
 
 async def test_only_the_limit_itself_is_named() -> None:

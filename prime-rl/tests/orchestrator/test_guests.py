@@ -119,7 +119,7 @@ def send(body):
     connection.sendall(struct.pack("!I", len(body)) + body)
 
 connection = socket.socket(fileno=int(sys.argv[2]))
-send(b'{{"verifiers": "0", "python": "3"}}')
+send(b'{{"id": -1, "verifiers": "0", "python": "3"}}')
 for message in ("settings", "request"):
     connection.recv(*struct.unpack("!I", connection.recv(4)), socket.MSG_WAITALL)
 send({answer}) if {answer} else None
@@ -249,7 +249,8 @@ async def test_a_process_that_ends_whenever_it_starts_ends_the_run(tmp_path: Pat
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable} -S\n{BABBLER.format(answer=b'')}")
     program.chmod(0o755)
-    guest = RestartingProcess(WorkerProcess.start(WorkerSpec("env[0]", program, "babbler", {}, {})))
+    spec = WorkerSpec("env[0]", program, "babbler", {}, {})
+    guest = RestartingProcess(spec, WorkerProcess.start(spec))
     for _ in range(MAX_ENDS_IN_A_ROW):
         with pytest.raises(WorkerEnded, match=r"env\[0\]: the process of 'babbler' ended with code 0"):
             await guest.ask("run_group")

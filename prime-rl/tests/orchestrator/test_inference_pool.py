@@ -19,11 +19,10 @@ from verifiers.types import AssistantMessage, UserMessage
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.proxy.continuation import EndsOfTurns
+from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
-from prime_rl.orchestrator.rollouts.trace import CallDetails
 from prime_rl.orchestrator.servers.channel import KEEPALIVE_S, ChatChannel, Connections
 from prime_rl.orchestrator.servers.pool import WATCH_INTERVAL_S, InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -38,7 +37,7 @@ def make_pool(*servers, model: str = "letters", adapter: str | None = None, **co
 
 
 def client_of(server: InferenceServer) -> SessionClient:
-    return SessionClient(server, EndsOfTurns(), server.takes_tokens)
+    return SessionClient(Session("", server, server.model, {}), server.takes_tokens)
 
 
 async def test_a_pool_is_ready_once_its_servers_answer_as_training_needs(policy_server) -> None:
@@ -230,12 +229,15 @@ async def test_a_closed_port_is_a_server_that_is_gone(policy_server, unused_tcp_
 async def test_an_answer_carries_tokens_logprobs_and_the_policy_version(policy_server) -> None:
     policy_server.version = 2
     server = make_pool(policy_server).servers[0]
-    response = await client_of(server).get_response(PROMPT, server.model, ARGS)
+    session = Session("", server, server.model, {})
+    response = await SessionClient(session, server.takes_tokens).get_response(PROMPT, server.model, ARGS)
     tokens = response.message.tokens
     assert response.message.content == "cba"
     assert tokens.completion_ids == [*map(ord, "cba"), 3]
     assert tokens.completion_logprobs == [-2.5] * 4
-    details = CallDetails.from_builtins(response.call)
+    ((completion_id, call),) = session.recorded
+    assert (completion_id, call.completion_ids) == (response.id, tokens.completion_ids)
+    details = call.details
     assert (details.weight_versions, details.finish_reason) == ((VersionSpan(version=2, start=0, end=4),), "stop")
     assert details.started_s <= details.ended_s
     (request,) = policy_server.requests

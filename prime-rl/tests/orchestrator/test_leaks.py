@@ -77,8 +77,8 @@ def test_a_validation_on_training_rows_says_so(orchestrate, tmp_path: Path) -> N
 def test_a_group_of_environments_lacks_evaluation_rows_if_a_member_does() -> None:
     import leaky_env
 
-    from prime_rl.orchestrator.workers.in_memory import described
+    from prime_rl.orchestrator.workers.inside.verifiers_api import Served
 
-    assert described(leaky_env.load_environment("group"), "eval").falls_back
-    assert not described(leaky_env.load_environment("group"), "train").falls_back
-    assert not described(leaky_env.load_environment("own rows"), "eval").falls_back
+    assert Served(leaky_env.load_environment("group")).describe("eval")["falls_back"]
+    assert not Served(leaky_env.load_environment("group")).describe("train")["falls_back"]
+    assert not Served(leaky_env.load_environment("own rows")).describe("eval")["falls_back"]

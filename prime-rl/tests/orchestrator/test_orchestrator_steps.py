@@ -21,7 +21,7 @@ from prime_rl.orchestrator.reports.reporter import (
 )
 from prime_rl.orchestrator.rollouts.replies import VersionSpan
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, check_trainable, read_rollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 from prime_rl.orchestrator.steps import EmptyBatches
 
 EXAMPLE = ExampleRef("letters", 0)
@@ -134,38 +134,28 @@ async def test_empty_batches_wait_longer_each_time_and_end_the_run_at_the_fifth(
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "high"])
 def test_a_reward_that_is_no_number_fails_the_rollout(reward) -> None:
     with pytest.raises(MalformedRollout, match="not a finite number"):
-        read_rollout({"reward": reward}, EXAMPLE, 1.0, 0)
+        read_rollout({"reward": reward}, [], EXAMPLE, 1.0, 0)
 
 
 def test_tokens_and_logprobs_that_do_not_match_fail_the_rollout() -> None:
-    tokens = {
-        "prompt_ids": [1],
-        "prompt_mask": [0],
-        "completion_ids": [2, 3],
-        "completion_mask": [1, 1],
-        "completion_logprobs": [-1.0],
-    }
     with pytest.raises(MalformedRollout, match="2 tokens, 2 mask entries and 1 log-probabilities"):
-        read_rollout({"reward": 1.0, "trajectory": [{"tokens": tokens}]}, EXAMPLE, 1.0, 0)
+        ModelCall(Prompt.of([1]), [2, 3], [-1.0], [True, True])
+    call = ModelCall(Prompt.of([1]), [2, 3], [-1.0, -1.0], [True, True])
+    turns = [{"id": "a", "completion_mask": [True, False, True]}]
+    with pytest.raises(MalformedRollout, match="2 tokens and 3 mask entries"):
+        read_rollout({"reward": 1.0, "turns": turns}, [("a", call)], EXAMPLE, 1.0, 0)
 
 
 def test_tokens_that_the_model_does_not_have_fail_the_rollout() -> None:
-    tokens = {
-        "prompt_ids": [1],
-        "prompt_mask": [0],
-        "completion_ids": [2, 50],
-        "completion_mask": [1, 1],
-        "completion_logprobs": [-1.0, -1.0],
-    }
-    output = {"reward": 1.0, "trajectory": [{"tokens": tokens}]}
-    assert read_rollout(output, EXAMPLE, 1.0, 0, vocab_size=51).trace.completion_tokens == 2
+    recorded = [("a", ModelCall(Prompt.of([1]), [2, 50], [-1.0, -1.0], [True, True]))]
+    assert read_rollout({"reward": 1.0}, recorded, EXAMPLE, 1.0, 0, vocab_size=51).trace.completion_tokens == 2
     expected = rf"'{EXAMPLE.env}', row {EXAMPLE.row}: the token id 50, and the model has embeddings for 0\.\.49"
     with pytest.raises(MalformedRollout, match=expected):
-        read_rollout(output, EXAMPLE, 1.0, 0, vocab_size=50)
+        read_rollout({"reward": 1.0}, recorded, EXAMPLE, 1.0, 0, vocab_size=50)
 
 
 def test_turns_without_tokens_are_left_out() -> None:
-    attempt = read_rollout({"reward": 1.0, "trajectory": [{"tokens": None}]}, EXAMPLE, 1.0, 0)
+    attempt = read_rollout({"reward": 1.0, "turns": [{"id": "not recorded"}]}, [], EXAMPLE, 1.0, 0)
     assert (attempt.trace.calls, attempt.num_turns) == ([], 1)
     with pytest.raises(MalformedRollout, match="no rollout of the group has token ids"):
         check_trainable([attempt])
@@ -173,5 +163,5 @@ def test_turns_without_tokens_are_left_out() -> None:
 
 def test_a_rollout_that_ended_in_an_error_keeps_its_reward_and_does_not_train() -> None:
     error = {"error": "ToolError", "error_chain_repr": "ToolError('x')", "error_chain_str": "ToolError"}
-    attempt = read_rollout({"reward": 0.5, "error": error, "trajectory": []}, EXAMPLE, 1.0, 0)
+    attempt = read_rollout({"reward": 0.5, "error": error, "turns": []}, [], EXAMPLE, 1.0, 0)
     assert (attempt.reward, attempt.error, attempt.trains) == (0.5, "ToolError", False)

@@ -24,7 +24,7 @@ from prime_rl.orchestrator.reports.reward_watch import (
 )
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
-from prime_rl.orchestrator.workers.in_memory import reward_functions
+from prime_rl.orchestrator.workers.inside.reward_records import reward_functions
 
 Series = Callable[[int, random.Random], tuple[float, float]]
 """Part and reward of a step."""

@@ -12,17 +12,18 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
+from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
-from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.loading import load_environments
-from prime_rl.orchestrator.workers.port import PortWorker
-from prime_rl.orchestrator.workers.service import EnvironmentService
+from prime_rl.orchestrator.workers.port import PortClient, listening, serve_port
+from prime_rl.orchestrator.workers.remote import RemoteWorker, Service, packed, unpacked
 from prime_rl.transport.messages import TrainingSample
 
 EXAMPLE = ExampleRef("letters-env", 1)
@@ -122,14 +123,16 @@ async def test_raw_replies_give_the_samples_of_the_environment_that_received_the
 @pytest.mark.usefixtures("importable_environments")
 async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, unused_tcp_port: int) -> None:
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
-    service = EnvironmentService(load().worker.env, address)
-    serving = asyncio.create_task(service.serve())
+    service = Service(load().worker.served)
     environment = load()
-    environment.worker = PortWorker("letters-env", environment.worker.env, address)
-    await environment.connect()
-    rollout = await converse(environment, policy_server, use_tokens=True)
-    await environment.close()
-    serving.cancel()
+    environment.worker = RemoteWorker("letters-env", environment.worker.served, PortClient("letters-env", address))
+    async with listening(address) as socket:
+        serving = asyncio.create_task(serve_port(service, socket))
+        await environment.connect()
+        rollout = await converse(environment, policy_server, use_tokens=True)
+        await environment.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
     await service.close()
     assert to_samples(rollout) == samples_of_raw_replies(policy_server.answers, rollout)
     first, second = (call.details for call in rollout.trace.calls)
@@ -137,40 +140,75 @@ async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, u
     assert first.started_s <= first.ended_s <= second.started_s <= second.ended_s
 
 
-def turns_of(count: int) -> list[dict[str, Any]]:
-    """The steps of a conversation: each prompt adds two tokens to all that was said before."""
-    said, steps = [1], []
+def calls_of(count: int, first: int = 1) -> list[ModelCall]:
+    """The calls of a conversation: each prompt adds two tokens to all that was said before."""
+    said, calls = [first], []
     for turn in range(count):
         prompt, answer = [*said, 1000 + turn, 7], [2000 + turn, 3]
-        masks = {"prompt_mask": [0] * len(prompt), "completion_mask": [1, 1]}
-        tokens = {"prompt_ids": prompt, "completion_ids": answer, "completion_logprobs": [-0.5, -0.5], **masks}
-        steps.append({"tokens": tokens})
+        calls.append(ModelCall(Prompt.of(prompt), answer, [-0.5, -0.5], [True, True]))
         said = prompt + answer
-    return steps
+    return calls
+
+
+def session_of(calls: list[ModelCall]) -> Session:
+    session = Session("key", server=None, model="letters", sampling={})
+    for number, call in enumerate(calls):
+        session.keep((), {}, call, str(number))
+    return session
 
 
 def test_a_rollout_keeps_each_token_of_a_conversation_once() -> None:
-    steps = turns_of(50)
-    calls = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0).trace.calls
-    assert sum(len(call.prompt.added) + len(call.completion_ids) for call in calls) == calls[-1].total_tokens
-    assert [call.prompt_ids for call in calls] == [step["tokens"]["prompt_ids"] for step in steps]
+    calls = calls_of(50)
+    kept = read_rollout({"reward": 1.0}, session_of(calls).recorded, EXAMPLE, TEMPERATURE, 0).trace.calls
+    assert sum(len(call.prompt.added) + len(call.completion_ids) for call in kept) == kept[-1].total_tokens
+    assert [call.prompt_ids for call in kept] == [call.prompt_ids for call in calls]
 
 
 def test_calls_of_two_conversations_share_with_their_own_alone() -> None:
-    first, second = turns_of(3), turns_of(3)
-    for step in second:
-        step["tokens"]["prompt_ids"][0] = 9
-    steps = [step for pair in zip(first, second, strict=True) for step in pair]
-    rollout = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0)
-    assert [call.prompt_ids for call in rollout.trace.calls] == [step["tokens"]["prompt_ids"] for step in steps]
+    calls = [call for pair in zip(calls_of(3), calls_of(3, first=9), strict=True) for call in pair]
+    rollout = read_rollout({"reward": 1.0}, session_of(calls).recorded, EXAMPLE, TEMPERATURE, 0)
+    assert [call.prompt_ids for call in rollout.trace.calls] == [call.prompt_ids for call in calls]
     assert [sample.prompt_ids[0] for sample in to_samples(rollout)] == [1, 9]
     assert sum(len(call.prompt.added) for call in rollout.trace.calls) == 2 * (3 + 2 + 2)
 
 
+def test_calls_come_out_of_a_message_as_they_went_in() -> None:
+    calls = [call for pair in zip(calls_of(3), calls_of(3, first=9), strict=True) for call in pair]
+    sent = session_of(calls).recorded
+    received = unpacked(json.loads(json.dumps(packed(sent))))
+    assert received == sent
+
+
+@pytest.mark.parametrize(
+    ("turns", "prompts", "completions", "masks"),
+    [
+        pytest.param([{"id": "1"}], [7], [[2001, 3]], [[True, True]], id="one answer of two"),
+        pytest.param([{"id": "0", "cut": [3, 1]}], [3], [[2000]], [[True]], id="an answer that is cut"),
+        pytest.param([{"id": "0", "cut": [2, 0]}], [2], [[]], [[]], id="a prompt that is cut"),
+        pytest.param([{"id": "0", "cut": [0, 0]}, {"id": "of another client"}], [], [], [], id="nothing"),
+        pytest.param(
+            [{"id": "0", "completion_mask": [0, 1]}, {"id": "1"}],
+            [3, 7],
+            [[2000, 3], [2001, 3]],
+            [[False, True], [True, True]],
+            id="an answer that is masked",
+        ),
+    ],
+)
+def test_a_rollout_has_the_answers_that_its_environment_kept(
+    turns: list[dict[str, Any]], prompts: list[int], completions: list[list[int]], masks: list[list[bool]]
+) -> None:
+    recorded = session_of(calls_of(2)).recorded
+    calls = read_rollout({"reward": 1.0, "turns": turns}, recorded, EXAMPLE, TEMPERATURE, 0).trace.calls
+    assert [call.completion_ids for call in calls] == completions
+    assert [call.completion_mask for call in calls] == masks
+    assert [len(call.prompt_ids) for call in calls] == prompts
+
+
 def test_a_prompt_keeps_the_mask_that_an_environment_gave_it() -> None:
-    steps = turns_of(2)
-    steps[1]["tokens"]["prompt_mask"][1] = 1
-    first, second = read_rollout({"reward": 1.0, "trajectory": steps}, EXAMPLE, TEMPERATURE, 0).trace.calls
+    turns = [{"id": "0"}, {"id": "1", "prompt_mask": [False, True, *[False] * 5]}]
+    recorded = session_of(calls_of(2)).recorded
+    first, second = read_rollout({"reward": 1.0, "turns": turns}, recorded, EXAMPLE, TEMPERATURE, 0).trace.calls
     assert (first.prompt_mask, second.prompt_mask) == ([False] * 3, [False, True, *[False] * 5])
 
 

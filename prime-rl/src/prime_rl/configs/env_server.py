@@ -1,4 +1,4 @@
-"""One environment served over ZeroMQ: root of `env-server`."""
+"""One environment behind an address: root of `env-server`."""
 
 from pathlib import Path
 from typing import ClassVar

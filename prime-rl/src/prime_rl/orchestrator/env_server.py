@@ -1,6 +1,6 @@
 """Entry point `env-server`: serves one environment to orchestrators whose `env[].address` is its address.
 
-It implements verifiers' wire protocol; `ZMQEnvClient` is the client.
+An orchestrator with `env_servers` starts it with `--socket FD` instead, and asks it over a socket pair.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
@@ -24,12 +24,9 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 if TYPE_CHECKING:
-    import verifiers as vf
+    from prime_rl.orchestrator.workers.remote import Service
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5000"
-PARENT_VARIABLE = "ENV_SERVER_PARENT"
-"""Environment variable: process id of the orchestrator that started the server. The server exits when it is gone."""
-PARENT_POLL_S = 1.0
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -37,12 +34,17 @@ def main() -> None:
     end_with_launch()
     start_program()
     write_stacks_on_signal()
+    if sys.argv[1:2] == ["--socket"]:
+        from prime_rl.orchestrator.workers.inside.serving import serve_parent
+
+        serve_parent(load_for_parent)
+        return
     config = parse_argv_or_exit(EnvServerConfig)
     refuse_unbuilt(config)
     log = OrchestratorPaths(config.output_dir).env_log("train", config.env.name or config.env.id)
     setup_logger(config.log.level, log if config.log.file else None, config.log.json_logging)
     try:
-        serve(config)
+        asyncio.run(serve_address(load(config), config.env.address or DEFAULT_ADDRESS))
     except EnvironmentFault as fault:
         get_logger().error(str(fault))
         sys.exit(1)
@@ -51,47 +53,53 @@ def main() -> None:
     exit_process(STOPPED_EXIT_CODE)
 
 
-def serve(config: EnvServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT, or until the orchestrator that started this process is gone.
-
-    Raises:
-        EnvironmentFault: the environment cannot be loaded, or its address is in use.
-    """
+def load(config: EnvServerConfig) -> Service:
+    """Raises EnvironmentFault if the environment cannot be loaded."""
     # verifiers takes seconds to import.
     with import_without_gc():
         from prime_rl.orchestrator.workers.loading import load_environment, setup_verifiers_logging
+        from prime_rl.orchestrator.workers.remote import Service
 
     setup_verifiers_logging(config.log)
-    env = load_environment(config.env, "env")
-    asyncio.run(_serve(env, config.env.address or DEFAULT_ADDRESS))
+    return Service(load_environment(config.env, "env"))
 
 
-async def _serve(env: vf.Environment, address: str) -> None:
-    from prime_rl.orchestrator.workers.service import EnvironmentService
+def load_for_parent(start: dict[str, Any]) -> Service:
+    """Load the environment of the orchestrator's first message. An error ends the process, whose log shows it."""
+    config = EnvServerConfig.model_validate(start["args"])
+    setup_logger(config.log.level, None, config.log.json_logging)
+    try:
+        service = load(config)
+    except EnvironmentFault as fault:
+        get_logger().error(str(fault))
+        sys.stdout.flush()
+        os._exit(1)
+    get_logger().info("Serving the orchestrator that started this process")
+    own_beats().say("running rollouts")
+    return service
+
+
+async def serve_address(service: Service, address: str) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        EnvironmentFault: the address is in use, or needs a key that is not set.
+    """
+    from prime_rl.orchestrator.workers.port import listening, serve_port
 
     try:
-        service = EnvironmentService(env, address)
+        async with listening(address) as socket:
+            get_logger().info(f"Serving at {address}")
+            own_beats().say("running rollouts")
+            serving = asyncio.create_task(serve_port(service, socket))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+            await asyncio.wait([serving])
+            await service.close()
+            if not serving.cancelled():
+                serving.result()
     except TransportError as error:
         raise EnvironmentFault(f"env.address: {error}") from error
-    get_logger().info(f"Serving at {address}")
-    own_beats().say("running rollouts")
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tasks = [asyncio.create_task(each) for each in (service.serve(), stop.wait(), _parent_exit())]
-    ended, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
-    await service.close()
-    for task in ended:
-        task.result()
-
-
-async def _parent_exit() -> None:
-    """Wait until the orchestrator that started this process is gone. Never returns if there is none."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    while parent is None or os.getppid() == int(parent):
-        await asyncio.sleep(PARENT_POLL_S)
 
 
 if __name__ == "__main__":

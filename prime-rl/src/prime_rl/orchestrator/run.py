@@ -45,7 +45,7 @@ from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.failures import failure_metrics
 from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
 from prime_rl.orchestrator.workers.loading import load_environments
-from prime_rl.orchestrator.workers.processes import EnvServers
+from prime_rl.orchestrator.workers.remote import run_in_processes
 from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.ledger import Ledger, read_ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
@@ -130,10 +130,8 @@ async def _run(
         lora = config.model.lora
         pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
         closing.push_async_callback(pool.close)
-        servers = EnvServers(paths)
-        closing.push_async_callback(servers.close)
         if config.env_servers:
-            await environments.start_servers(config, servers)
+            environments.leave_this_process(config)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
         ready = _ready(pool, config.use_token_client, run, judges)
         # W&B takes seconds to start, so start it while waiting for the servers.
@@ -141,7 +139,7 @@ async def _run(
         (monitor, extras), held_version, _ = await asyncio.gather(made, ready, judges.warm())
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
-        await servers.guard(environments.connect())
+        await environments.connect()
         direct = None
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
@@ -177,7 +175,7 @@ async def _run(
             free_servers=pool.free_memory if config.servers_sleep else None,
             pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
-        background = [policy.follow(), *pool.watchers(), servers.watch(), judges.watch(), steps.loop_delay.measure()]
+        background = [policy.follow(), *pool.watchers(), judges.watch(), steps.loop_delay.measure()]
         await _run_steps(steps, progress, background)
         # A teacher's log-probabilities teach without advantages.
         if reward_watch is not None and config.teacher_model is None and not config.bench:
@@ -300,14 +298,14 @@ class Environments:
                 get_logger().info(f"{purpose} environments: {', '.join(sizes)}")
         return cls(train, evals)
 
-    async def start_servers(self, config: OrchestratorConfig, servers: EnvServers) -> None:
-        """Start a server process for each environment without an address."""
-        await servers.start("train", config.env, self.train.values(), config.log)
+    def leave_this_process(self, config: OrchestratorConfig) -> None:
+        """Let each environment without an address run in a process of its own, which `connect` starts."""
+        run_in_processes("train", config.env, self.train.values(), config.log, config.output_dir)
         if config.eval is not None:
-            await servers.start("eval", config.eval.env, self.eval.values(), config.log)
+            run_in_processes("eval", config.eval.env, self.eval.values(), config.log, config.output_dir)
 
     async def connect(self) -> None:
-        """Wait for all environment servers. Raises EnvironmentFault if one does not answer."""
+        """Start all environment processes, and wait for those at addresses. Raises EnvironmentFault."""
         own_beats().say("connecting to the environment servers")
         await asyncio.gather(*(environment.connect() for environment in self))
 

@@ -18,7 +18,7 @@ from prime_rl.environments.agents.returns import InvalidReward, checked_reward
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.continuation import EndsOfTurns, Message, RecordedCall, canonical
 from prime_rl.orchestrator.rollouts.replies import ChatReply
-from prime_rl.orchestrator.rollouts.trace import ModelCall, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import ModelCall
 from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.inside.model_client import session_name
@@ -61,9 +61,9 @@ class Session:
     """The messages of each response of the responses API, with its answer."""
 
     @property
-    def trace(self) -> TokenTrace:
-        """The calls in the order of their answers."""
-        return TokenTrace([call.tokens for call in self.calls])
+    def recorded(self) -> list[tuple[str, ModelCall]]:
+        """The calls in the order of their answers, with the ids of their completions."""
+        return [(call.completion_id, call.tokens) for call in self.calls]
 
     @property
     def rewards(self) -> list[float | None]:

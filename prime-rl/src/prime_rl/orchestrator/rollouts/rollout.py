@@ -1,25 +1,26 @@
-"""Rollouts as values, and the one place that reads the dictionaries of verifiers."""
+"""Rollouts and groups, and the function that reads them from what an environment returns and the proxy recorded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.workers.inside.reward_records import KEY as REWARD_ERRORS
 from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT
 from prime_rl.utils.errors import one_line
 
 MAX_REWARD = 1e15
 """The square of a larger one overflows float32, in which the trainer computes."""
-_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 """What reading the dictionaries of an environment raises, if they hold anything else than verifiers promises."""
+Recorded = Sequence[tuple[str, ModelCall]]
+"""The model calls of a session in the order of their answers, each with the id of its completion."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -133,24 +134,24 @@ class Group:
 
 def read_rollout(
     output: Mapping[str, Any],
+    recorded: Recorded,
     example: ExampleRef,
     temperature: float,
     version: int,
     vocab_size: int | None = None,
-    recorded: TokenTrace | None = None,
 ) -> Rollout:
-    """Read the rollout in a verifiers output.
+    """Read a rollout: its scores from the environment's `output`, its tokens from what the proxy recorded.
 
-    Its tokens are `recorded` by the proxy, or else those of the state column `trajectory`. `temperature` is what was
-    asked for. An environment may change it in `sampling_args`, with which verifiers samples.
-    `vocab_size` is that of the trained model, if it is known.
+    The environment may keep only some answers, and mask or cut their tokens, which `turns` of the output lists. It may
+    also change the `temperature` that was asked for, in `sampling_args`. `vocab_size` is that of the trained model, if
+    it is known.
 
     Raises:
-        MalformedRollout: the reward is not a finite number, tokens and log-probabilities differ in length, the model
-            has no such token, or anything else that the environment gave is not what verifiers promises.
+        MalformedRollout: the reward is not a finite number, the model has no such token, or anything else that the
+            environment or the engine gave is not what they promise.
     """
     try:
-        rollout = _read_rollout(output, example, temperature, version, recorded)
+        rollout = _read_rollout(output, recorded, example, temperature, version)
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         raise MalformedRollout(f"environment {example.env!r} gave a malformed rollout: {reason}") from error
@@ -172,7 +173,7 @@ def _check_token_ids(trace: TokenTrace, example: ExampleRef, vocab_size: int) ->
 
 
 def _read_rollout(
-    output: Mapping[str, Any], example: ExampleRef, temperature: float, version: int, recorded: TokenTrace | None
+    output: Mapping[str, Any], recorded: Recorded, example: ExampleRef, temperature: float, version: int
 ) -> Rollout:
     reward = output.get("reward")
     if not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
@@ -180,24 +181,25 @@ def _read_rollout(
         raise MalformedRollout(
             f"environment {example.env!r} gave the reward {shown}, not a finite number (at most {MAX_REWARD:g})"
         )
-    steps = output.get("trajectory") or []
-    trace = _read_trace(steps, example) if recorded is None else _checked(recorded)
+    turns = output.get("turns")
+    trace = _checked(_kept(recorded, turns))
     oldest = trace.oldest_version
     error = output.get("error") or {}
-    if not steps and (overlong := output.get(OVERLONG_PROMPT)):
+    if not turns and (overlong := output.get(OVERLONG_PROMPT)):
         error = {"error": "OverlongPromptError", "error_chain_repr": overlong}
     timing = output.get("timing") or {}
     changed = (output.get("sampling_args") or {}).get("temperature")
+    is_cut_off = any(call.details.finish_reason == "length" for call in trace.calls)
     return Rollout(
         example=example,
         reward=float(reward),
         trace=trace,
         temperature=temperature if changed is None else _finite([msgspec.convert(changed, float)])[0],
         version=version if oldest is None else oldest,
-        num_turns=len(steps) if recorded is None else len(recorded.calls),
+        num_turns=len(trace.calls) if turns is None else len(turns),
         error=_text(error.get("error")),
         error_detail=_text(error.get("error_chain_repr")),
-        is_truncated=bool(output.get("is_truncated")),
+        is_truncated=bool(output.get("is_truncated")) or is_cut_off,
         stop_condition=_text(output.get("stop_condition")),
         generation_ms=_phase_ms(timing, "generation"),
         scoring_ms=_phase_ms(timing, "scoring"),
@@ -231,19 +233,48 @@ def check_trainable(rollouts: Iterable[Rollout]) -> None:
         raise MalformedRollout(message, "NoTokens", is_of_environment=False)
 
 
-def _read_trace(steps: Iterable[Mapping[str, Any]], example: ExampleRef) -> TokenTrace:
-    """The steps of a verifiers trajectory that have tokens.
-
-    A step's tokens are those of the reply as the environment keeps them: cut to its `max_seq_len`, some perhaps masked.
-    """
+def _kept(recorded: Recorded, turns: Sequence[Mapping[str, Any]] | None) -> TokenTrace:
+    """The recorded calls whose answers the environment kept, as it kept them. All of them if `turns` is None."""
+    if turns is None:
+        return TokenTrace([call for _, call in recorded])
+    by_id = dict(recorded)
     trace = TokenTrace()
-    try:
-        for step in steps:
-            if step.get("tokens"):
-                trace.append(_read_call(step["tokens"], step.get("response")))
-        return trace
-    except MalformedRollout as error:
-        raise MalformedRollout(f"environment {example.env!r}: {error}") from error
+    for turn in turns:
+        # An answer of another client was not recorded. Its tokens are none of the trained model's.
+        if (call := by_id.get(turn["id"])) is None:
+            continue
+        changed = _as_kept(call, turn)
+        if changed is not None:
+            earlier = changed.prompt.earlier
+            is_shared = earlier is None or any(earlier is each for each in trace.calls)
+            trace.calls.append(changed) if is_shared else trace.append(changed)
+    return trace
+
+
+def _as_kept(call: ModelCall, turn: Mapping[str, Any]) -> ModelCall | None:
+    """A call with the masks of the environment, and without the tokens that it cut off. None if it kept no token."""
+    masks = [turn.get(name) for name in ("prompt_mask", "completion_mask")]
+    cut = turn.get("cut") or [len(call.prompt), len(call.completion_ids)]
+    if masks == [None, None] and cut == [len(call.prompt), len(call.completion_ids)]:
+        return call
+    prompt, count = call.prompt, cut[1]
+    if cut == [0, 0]:
+        return None
+    if cut[0] < len(prompt):
+        prompt = Prompt.of(prompt.ids[: cut[0]])
+    prompt_mask, completion_mask = masks
+    for mask, tokens in ((prompt_mask, len(prompt)), (completion_mask, len(call.completion_ids[:count]))):
+        if mask is not None and len(mask) != tokens:
+            raise ValueError(f"{tokens} tokens and {len(mask)} mask entries")
+    if prompt_mask is not None:
+        prompt = replace(prompt, mask=list(map(bool, prompt_mask)))
+    return replace(
+        call,
+        prompt=prompt,
+        completion_ids=call.completion_ids[:count],
+        inference_logprobs=call.inference_logprobs[:count],
+        completion_mask=call.completion_mask[:count] if completion_mask is None else list(map(bool, completion_mask)),
+    )
 
 
 def _checked(trace: TokenTrace) -> TokenTrace:
@@ -254,20 +285,6 @@ def _checked(trace: TokenTrace) -> TokenTrace:
             if ids and not 0 <= min(ids) <= max(ids) < 2**31:
                 raise ValueError(f"the token id {min(ids)} or {max(ids)}")
     return trace
-
-
-def _read_call(tokens: Mapping[str, Any], response: Any) -> ModelCall:
-    # Clients other than ours leave no details on the response.
-    get = getattr(response, "get", None)
-    return ModelCall(
-        prompt=Prompt.of(
-            msgspec.convert(tokens["prompt_ids"], _TokenIds), [bool(flag) for flag in tokens["prompt_mask"]]
-        ),
-        completion_ids=msgspec.convert(tokens["completion_ids"], _TokenIds),
-        inference_logprobs=_finite(msgspec.convert(tokens["completion_logprobs"], list[float])),
-        completion_mask=[bool(flag) for flag in tokens["completion_mask"]],
-        details=CallDetails.from_builtins(get("call") if get else None),
-    )
 
 
 def _finite(values: list[float]) -> list[float]:

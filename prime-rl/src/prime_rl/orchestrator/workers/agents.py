@@ -22,7 +22,7 @@ from prime_rl.orchestrator.proxy.continuation import Message
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.process import (
@@ -196,9 +196,8 @@ def start_agent(config: EnvConfig, place: str, python: Path | None) -> AgentWork
         raise EnvironmentFault(f"{place}.agent_dataset: {error}") from error
     process = None
     if keys.target != EXTERNAL:
-        process = RestartingProcess(
-            WorkerProcess.start(agent_spec(place, keys.target, config.args, python, config.judge))
-        )
+        spec = agent_spec(place, keys.target, config.args, python, config.judge)
+        process = RestartingProcess(spec, WorkerProcess.start(spec))
     return AgentWorker(config.name or config.id, keys, rows, process, RecordingProxy(keys.port or 0))
 
 
@@ -226,11 +225,11 @@ def rollout_of(session: Session, outcome: Mapping[str, Any], keys: AgentKeys, gr
     sequences: Sequence[Mapping[str, Any]] | None = outcome.get("sequences")
     worth: list[float] | None
     if sequences is None:
-        trace, rewards = session.trace, session.rewards
+        recorded, rewards = session.recorded, session.rewards
         worth = call_rewards(rewards, keys.turn_discount)
         total = math.fsum(reward or 0.0 for reward in rewards) if rewards else session.reward or 0.0
     else:
-        trace = TokenTrace([_call_of(each) for each in sequences])
+        recorded = [("", _call_of(each)) for each in sequences]
         worth = [each["reward"] for each in sequences] if len(sequences) > 1 else None
         total = math.fsum(each["reward"] for each in sequences) / len(sequences)
     error, detail = outcome.get("error"), outcome.get("detail")
@@ -242,7 +241,7 @@ def rollout_of(session: Session, outcome: Mapping[str, Any], keys: AgentKeys, gr
         "is_truncated": session.is_cut_off,
         **_conversation(session),
     }
-    rollout = read_rollout(output, group.example, group.temperature, group.version, group.vocab_size, trace)
+    rollout = read_rollout(output, recorded, group.example, group.temperature, group.version, group.vocab_size)
     rollout.call_rewards = worth
     rollout.separate_calls = keys.samples == "separate" or sequences is not None
     rollout.is_rejected = error is not None

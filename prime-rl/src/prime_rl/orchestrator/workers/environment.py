@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, overload
 
+from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, check_trainable
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Recorded, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.failures import Failures, refuse_failed
@@ -80,6 +82,16 @@ class GroupRequest:
     @property
     def temperature(self) -> float:
         return float(self.sampling_args.get("temperature", 1.0))
+
+    def read(self, outputs: Sequence[Mapping[str, Any]], recorded: Callable[[str], Recorded]) -> list[Rollout]:
+        """The rollouts that an environment returned. `recorded` gives the model calls of a session by its key.
+
+        Raises:
+            MalformedRollout: one cannot be used.
+        """
+        record_rollouts(own_trace(), outputs, self.example)
+        given = (self.example, self.temperature, self.version, self.vocab_size)
+        return [read_rollout(output, recorded(output["session"]), *given) for output in outputs]
 
 
 class Worker(Protocol):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
-import re
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import verifiers as vf
 from datasets import disable_progress_bars
-from verifiers.errors import OverlongPromptError
 from verifiers.types import TASK_INPUT_FIELDS
 
 from prime_rl.configs.orchestrator import EnvConfig
@@ -25,29 +22,21 @@ from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use, 
 from prime_rl.interpreters.venvs import python_of, venv_of_project
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.workers.agents import start_agent
-from prime_rl.orchestrator.workers.environment import Environment, Split
+from prime_rl.orchestrator.workers.environment import Environment, Split, Worker
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, judge_arguments
-from prime_rl.orchestrator.workers.inside.returned import wrong_type
-from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT, leaves, record_reward_errors
-from prime_rl.orchestrator.workers.port import PortWorker
+from prime_rl.orchestrator.workers.inside.reward_records import leaves
+from prime_rl.orchestrator.workers.inside.verifiers_api import Served, WrongType, load, wrong_type
+from prime_rl.orchestrator.workers.port import PortClient
 from prime_rl.orchestrator.workers.process import ProcessWorker, WorkerSpec
+from prime_rl.orchestrator.workers.remote import RemoteWorker
 from prime_rl.utils.errors import RunError, UserError, one_line
 from prime_rl.utils.logger import get_logger
 
-HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
-"""Methods of an environment that run its author's code. verifiers may run each of the first three in a task of its own,
-and an event loop ends at once if a task raises SystemExit."""
-_COUNTS = re.compile(
-    r"context length is (\d+) tokens.*?(?:prompt has|contains(?: at least)?) (\d+) (?:input )?tokens", re.DOTALL
-)
-"""How our engine and vLLM say it."""
 _OF_ROLLOUT = ("prompt", "completion", "answer", "state", "task", "info")
 _OF_GROUP = ("prompts", "completions", "answers", "states", "tasks", "infos")
 _SCORING = ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects")
 """Methods of verifiers 0.1.14 that choose a reward function's arguments by their names."""
-
-
 _OPTIONAL = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -129,7 +118,7 @@ def _import_advice(error: ValueError, module: str) -> str:
     return "install its package with `medarc_train env install PATH`, or correct `id`"
 
 
-def load_environment(config: EnvConfig, place: str) -> vf.Environment:
+def load_environment(config: EnvConfig, place: str) -> Served:
     """Load a verifiers environment. Its dataset may be built later. `place` is its config key, for error messages.
 
     Raises:
@@ -138,27 +127,24 @@ def load_environment(config: EnvConfig, place: str) -> vf.Environment:
     installed = _installed(config, place)
     if installed is not None and not installed.has_interpreter:
         use_shared(installed)
+    module = module_id(config.id)
     try:
-        given = judge_arguments(module_id(config.id), config.judge)
-        env = vf.load_environment(module_id(config.id), **{**given, **config.args})
-        env.set_kwargs(**environment_arguments(config.extra_env_kwargs))
+        args = {**judge_arguments(module, config.judge), **config.args}
+        attributes = environment_arguments(config.extra_env_kwargs)
+        return load({"module": module, "args": args, "attributes": attributes})
     except ValueError as error:  # verifiers turns every failed import into one
         raise EnvironmentFault(
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
-            f"{_import_advice(error, module_id(config.id))}"
+            f"{_import_advice(error, module)}"
         ) from error
     except NoJudge as error:
         raise EnvironmentFault(f"{place}: {error}") from error
     except SystemExit as error:
         raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {one_line(error)}") from error
+    except WrongType as error:
+        raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {error}") from error
     except Exception as error:  # an environment's own code may raise anything
-        mistake = wrong_type(error)
-        reason = _reason(error) if mistake is None else f"environment {config.id!r} does not load: {mistake}"
-        raise EnvironmentFault(f"{place}: {reason}") from error
-    contain_exits(env)
-    record_reward_errors(env.rubric)
-    record_overlong_prompts(env)
-    return env
+        raise EnvironmentFault(f"{place}: {_reason(error)}") from error
 
 
 def setup_verifiers_logging(log: LogConfig) -> None:
@@ -167,8 +153,6 @@ def setup_verifiers_logging(log: LogConfig) -> None:
         disable_progress_bars()
     # Duplicates the error message of `load_environment`.
     logging.getLogger("verifiers.utils.env_utils").setLevel(logging.CRITICAL)
-    # Logs a line for each server that it waits for.
-    logging.getLogger("verifiers.serve.client").setLevel(logging.WARNING)
 
 
 def environment_arguments(extra_env_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -181,11 +165,14 @@ def module_id(env_id: str) -> str:
     return built_in_module(env_id) or env_id.partition("@")[0]
 
 
-def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split) -> Environment:
-    for fault in weight_faults(env.rubric):
+def _with_rows(served: Served, config: EnvConfig, place: str, split: Split) -> Environment:
+    rubric = served.rubric
+    for fault in weight_faults(rubric):
         raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
     name = config.name or config.id
-    worker = VerifiersWorker(env) if config.address is None else PortWorker(name, env, config.address)
+    worker: Worker = VerifiersWorker(served)
+    if config.address is not None:
+        worker = RemoteWorker(name, served, PortClient(name, config.address))
     try:
         environment = Environment(name, worker, split, config.max_failed_groups)
     except (Exception, SystemExit) as error:  # building the dataset is the environment's own code
@@ -194,9 +181,9 @@ def _with_rows(env: vf.Environment, config: EnvConfig, place: str, split: Split)
         ) from error
     _refuse_empty(environment, config, place, split)
     columns = list(environment.content(0))
-    for fault in argument_faults(env.rubric, columns):
+    for fault in argument_faults(rubric, columns):
         raise EnvironmentFault(f"{place}: environment {config.id!r}: {fault}")
-    if functions := without_answers(env.rubric, columns):
+    if functions := without_answers(rubric, columns):
         get_logger().warning(
             f"{place}: environment {config.id!r}: {', '.join(functions)} requires `answer`, and the rows have no such "
             f"column: it is always empty; the columns are {', '.join(columns)}"
@@ -256,51 +243,3 @@ def without_answers(rubric: vf.Rubric | None, columns: Collection[str]) -> list[
         for function, found in parameters
         if found is not None and found.default is found.empty
     ]
-
-
-class CalledExit(vf.Error):  # type: ignore[misc]
-    """The code of an environment called `sys.exit`. Ends the rollout."""
-
-
-def contain_exits(env: vf.Environment) -> None:
-    """Turn SystemExit in the rollouts of an environment, or of any member of a group, into an error of the rollout."""
-    for name in HOOKS:
-        if (hook := getattr(env, name, None)) is not None:
-            setattr(env, name, _contained(hook))
-    for member in getattr(env, "env_map", {}).values():
-        contain_exits(member)
-
-
-def _contained(hook: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    @functools.wraps(hook)
-    async def contained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await hook(*args, **kwargs)
-        except SystemExit as exit_:
-            raise CalledExit(f"the environment called sys.exit({exit_.code!r})") from exit_
-
-    return contained
-
-
-def record_overlong_prompts(env: vf.Environment) -> None:
-    """Write into a rollout's state, or that of any member of a group, why its prompt was refused."""
-    hook = env.get_model_response
-
-    @functools.wraps(hook)
-    async def recording(state: vf.State, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await hook(state, *args, **kwargs)
-        except OverlongPromptError as error:
-            state[OVERLONG_PROMPT] = described(str(error))
-            raise
-
-    env.get_model_response = recording
-    for member in getattr(env, "env_map", {}).values():
-        record_overlong_prompts(member)
-
-
-def described(message: str) -> str:
-    """What the server said, in few words if it has a known form."""
-    if (found := _COUNTS.search(message)) is None:
-        return f"prompt too long: {' '.join(message.split())}"
-    return f"prompt too long ({found[2]} tokens, limit {found[1]})"

@@ -1,52 +1,51 @@
-"""Groups of an environment that an `env-server` runs: the client's end of verifiers' ZeroMQ protocol."""
+"""Both ends of an environment server at an address: the messages of `inside/frames` over ZeroMQ.
+
+`Endpoint` keeps strangers out: an address on this machine is a Unix socket that only this user can reach, and any other
+is encrypted with the key that both ends share.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack
-from threading import Thread
-from typing import Any, TypeVar
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
-import verifiers as vf
 import zmq
-from verifiers.serve import ZMQEnvClient
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
-from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.rollouts.rollout import Rollout
-from prime_rl.orchestrator.servers.server import MAX_RETRIES, InferenceServer, unless
-from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split
-from prime_rl.orchestrator.workers.failures import in_time
-from prime_rl.orchestrator.workers.in_memory import described, outputs_of, rollouts_of
-from prime_rl.orchestrator.workers.service import TOKEN_CLIENT
-from prime_rl.run.process import own_beats, server_name
+from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.workers.inside.frames import BadFrame, decode, dump
+from prime_rl.orchestrator.workers.inside.serving import answer_to, cancelled_on_exit
+from prime_rl.orchestrator.workers.process import WorkerEnded, value_of
 from prime_rl.transport.endpoints import Endpoint, TransportError
-from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.scratch import scratch_directory
 
-T = TypeVar("T")
-SERVER_STARTUP_TIMEOUT_S = 600.0
-_ERROR_NAME = re.compile(r"(?:\w+\.)*(\w+)[(:]")
-"""The class that an error's text begins with."""
+STARTUP_TIMEOUT_S = 600.0
+"""Longest time without a connection to the server."""
+HEARTBEAT_S = 5
+"""Seconds between ZeroMQ's own heartbeats. After three without an answer, the server's machine counts as gone."""
 
 
-class PortWorker:
-    """Sends the groups of a verifiers environment to its server. The rows are read in this process."""
+class PortClient:
+    """Asks the environment server at an address. After it has ended, requests wait for the next one there."""
 
-    def __init__(self, name: str, env: vf.Environment, address: str, is_ours: bool = False) -> None:
-        """`is_ours`: this run starts the server, which then reports its model calls itself."""
+    blocked_s = None
+    """A server of somebody else is not replaced when its code blocks it."""
+
+    def __init__(self, name: str, address: str) -> None:
         self.name = name
-        self.env = env
         self.address = address
-        self._is_ours = is_ours
-        self._tunnel: Tunnel | None = None
-        self._life = ServerLife()
-
-    def describe(self, split: Split) -> Described:
-        return described(self.env, split)
+        self._who = f"the server of environment {name!r} at {address}"
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._is_connected = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Connect to the server.
@@ -58,139 +57,111 @@ class PortWorker:
             endpoint = Endpoint.of_address(self.address)
         except TransportError as error:
             raise EnvironmentFault(f"the address of environment {self.name!r}: {error}") from error
-        if not endpoint.is_local:
-            self._tunnel = Tunnel(endpoint)
-        address = endpoint.address if self._tunnel is None else self._tunnel.address
-        server = f"the server of environment {self.name!r} at {self.address}"
-        get_logger().info(f"Waiting for {server} (limit: {SERVER_STARTUP_TIMEOUT_S:g} s)")
-        client = ZMQEnvClient(address, name=self.name, startup_timeout=SERVER_STARTUP_TIMEOUT_S)
+        get_logger().info(f"Waiting for {self._who} (limit: {STARTUP_TIMEOUT_S:g} s)")
+        self._socket = self._context.socket(zmq.DEALER)
+        # No limits, so that no message is dropped; the orchestrator limits the requests in flight.
+        self._socket.sndhwm = self._socket.rcvhwm = self._socket.linger = 0
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = 1000 * HEARTBEAT_S, 3000 * HEARTBEAT_S
+        # A handshake, because a connection alone says nothing about the key.
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        endpoint.connect(self._socket)
+        self._tasks = [asyncio.create_task(each) for each in (self._watch(monitor), self._read(self._socket))]
+        await self.ask("ping")
+
+    async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
+        """The answer to one request. Cancelling it cancels the work there. `limit_s` is not used.
+
+        Raises:
+            WorkerError: the environment's code failed.
+            WorkerEnded: the server has ended.
+            EnvironmentFault: there is no connection within 600 s.
+        """
+        assert self._socket is not None
         try:
-            await client.wait_for_server_startup()
+            async with asyncio.timeout(STARTUP_TIMEOUT_S):
+                await self._is_connected.wait()
         except TimeoutError as error:
             raise EnvironmentFault(
-                f"{server} does not answer within {SERVER_STARTUP_TIMEOUT_S:g} s: start it with "
+                f"{self._who} does not answer within {STARTUP_TIMEOUT_S:g} s: start it with "
                 f"`env-server --env.id ID --env.address {self.address}`"
             ) from error
-        self.env.env_client = client
-
-    async def roll_out(self, group: GroupRequest) -> list[Rollout]:
-        server = group.server
-        calling = contextlib.nullcontext() if self._is_ours else own_beats().calling(server_name(server.base_url))
-        async with in_time(group.timeout_s, group.example.env, group.example.row):
-            with calling, _named_failures():
-                outputs = await self._life.of(outputs_of(self.env, group, _client_config(server)))
-        return rollouts_of(outputs, group)
-
-    def waits_for(self) -> str:
-        return ""
-
-    def server_ended(self, why: str) -> bool:
-        """Fail the groups that the server had. Returns whether it had answered any since its start."""
-        life, self._life = self._life, ServerLife()
-        return life.end(why)
-
-    async def close(self) -> None:
-        if self.env.env_client is not None:
-            await self.env.env_client.close()
-        if self._tunnel is not None:
-            self._tunnel.close()
-
-
-def _client_config(server: InferenceServer) -> vf.ClientConfig:
-    """How the server's own proxy asks the model."""
-    return vf.ClientConfig(
-        client_type=TOKEN_CLIENT if server.takes_tokens else "openai_chat_completions",
-        api_base_url=server.base_url,
-        timeout=server.timeout_s,
-        max_retries=MAX_RETRIES,
-        extra_headers=server.headers,
-    )
-
-
-@contextlib.contextmanager
-def _named_failures() -> Iterator[None]:
-    """verifiers' client raises a RuntimeError with the text of whatever the server's environment raised."""
-    try:
-        yield
-    except RuntimeError as error:
-        named = _ERROR_NAME.match(str(error))
-        raise GroupFailed(one_line(f"{type(error).__name__}: {error}"), named[1] if named else "") from error
-
-
-class ServerLife:
-    """One life of a server, from its start until its process ends, with the groups that it has.
-
-    When it ends, they fail: verifiers' client would send them to the next one, again and again if one of them ends it.
-    """
-
-    def __init__(self) -> None:
-        self._has_ended = False
-        self._ends: set[asyncio.Event] = set()
-        """One for each group that it has, so that groups may be of different event loops."""
-        self._has_answered = False
-        self._why = ""
-        self._is_counted = False
-
-    async def of(self, group: Coroutine[Any, Any, T]) -> T:
-        """The result of a group. Raises GroupFailed if the server ends before; only the first one counts against the
-        environment."""
-        ended = asyncio.Event()
-        if self._has_ended:
-            ended.set()
-        self._ends.add(ended)
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            outputs = await unless(ended, group)
-        except Exception:
-            self._has_answered = True
+            await self._socket.send(dump({"id": number, "do": do, "with": arguments}))
+            return value_of(await answer)
+        except asyncio.CancelledError:
+            self._socket.send(dump({"do": "cancel", "of": number}))
             raise
         finally:
-            self._ends.discard(ended)
-        if outputs is None:
-            if not ended.is_set():
-                raise asyncio.CancelledError  # by the environment's own code
-            is_first, self._is_counted = not self._is_counted, True
-            raise GroupFailed(self._why, "EnvironmentEnded", is_of_environment=is_first)
-        self._has_answered = True
-        return outputs
+            del self._waiting[number]
 
-    def end(self, why: str) -> bool:
-        """Fail its groups. Returns whether it had answered any before."""
-        self._why = why
-        self._has_ended = True
-        for ended in self._ends:
-            ended.set()
-        return self._has_answered
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Fail the requests of a server that has ended: sent again, one of them could end each server after it."""
+        while True:
+            event = (await recv_monitor_message(monitor))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected.set()
+                continue
+            self._is_connected.clear()
+            # Only the first counts against the environment.
+            for number, waiting in enumerate([each for each in self._waiting.values() if not each.done()]):
+                ended = WorkerEnded(f"{self._who} has ended", "EnvironmentEnded", is_of_environment=number == 0)
+                waiting.set_exception(ended)
 
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            answer = decode(await socket.recv())
+            waiting = self._waiting.get(answer["id"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
 
-class Tunnel:
-    """Forwards between a Unix socket for this process and an encrypted TCP connection.
-
-    verifiers' client opens its sockets itself and cannot encrypt. The server gets each message with one more frame in
-    front, the client's identity, and returns it with the answer.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._closing = ExitStack()
-        self.address = f"ipc://{self._closing.enter_context(scratch_directory('env-tunnel'))}/socket"
-        self._context = zmq.Context()
-        clients, server = (self._context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER))
-        for socket in (clients, server):
-            # No limits, so that no message is dropped; the orchestrator limits the requests in flight.
-            socket.sndhwm = socket.rcvhwm = socket.linger = 0
-        clients.bind(self.address)
-        endpoint.connect(server)
-        self._thread = Thread(target=_forward, args=(clients, server), name="env tunnel", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._context.term()
-        self._thread.join()
-        self._closing.close()
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)  # with the monitor's socket
 
 
-def _forward(clients: zmq.Socket[bytes], server: zmq.Socket[bytes]) -> None:
+@asynccontextmanager
+async def listening(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    """A socket for `serve_port`. Raises TransportError: the address is in use, or is on the network without a key."""
+    endpoint = Endpoint.of_address(address)
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.sndhwm = socket.rcvhwm = socket.linger = 0
     try:
-        zmq.proxy(clients, server)
-    except zmq.ContextTerminated:
-        clients.close()
-        server.close()
+        endpoint.bind(socket)
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+async def serve_port(served: Any, socket: zmq.asyncio.Socket) -> None:
+    """Answer requests with the methods of `served`, until cancelled. Requests then running end with an error."""
+    running: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+    pending: set[asyncio.Task[None]] = set()
+
+    async def answer(client: bytes, request: dict[str, Any]) -> None:
+        await socket.send_multipart([client, await answer_to(served, request, dump)])
+
+    def forget(key: tuple[bytes, int], task: asyncio.Task[None]) -> None:
+        running.pop(key, None)
+        pending.discard(task)
+
+    async with cancelled_on_exit(pending):
+        while True:
+            client, *frames = await socket.recv_multipart()
+            try:
+                request = decode(b"".join(frames))
+                if request["do"] == "cancel":
+                    if (task := running.get((client, request["of"]))) is not None:
+                        task.cancel()
+                    continue
+                key = client, request["id"]
+            except (BadFrame, KeyError) as error:
+                get_logger().warning(f"Ignoring a message that is no request: {error!r}")
+                continue
+            task = running[key] = asyncio.create_task(answer(client, request))
+            pending.add(task)
+            task.add_done_callback(partial(forget, key))

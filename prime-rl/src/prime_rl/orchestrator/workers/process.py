@@ -12,17 +12,15 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from prime_rl.monitors.trace import own_trace
+from prime_rl.launch import ProcessSpec
+from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
-from prime_rl.orchestrator.reports.sessions import record_rollouts
-from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
@@ -36,8 +34,12 @@ STOP_GRACE_S = 5.0
 ROWS_AT_ONCE = 256
 SHOWN_ROWS = 16
 """Rows of an endless environment that are read at the start, to look at their prompts."""
+GREETING = -1
+"""The id of the first message, which names what to load."""
 BLOCKED_S = 30.0
 """Seconds after the end of a time limit in which a process must answer. One that does not is blocked by its code."""
+TAIL_LINES = 20
+"""Lines of its own log that the error of an ended process shows."""
 MAX_ENDS_IN_A_ROW = 5
 """Ends of the process without an answer between them, after which its code counts as broken."""
 _OURS = frozenset(
@@ -75,6 +77,18 @@ class WorkerSpec:
     """Arguments of the interpreter, before the number of the socket."""
     added: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that it gets besides those of this process."""
+    is_ours: bool = False
+    """Whether it is this interpreter with our packages, which gets all variables of this process."""
+    log: Path | None = None
+    """File of its output. None: the log of this process."""
+    server_of: str = ""
+    """The environment that it serves instead of this process, for messages."""
+
+    @property
+    def who(self) -> str:
+        if self.server_of:
+            return f"the server of environment {self.server_of!r}"
+        return f"{self.place}: the process of {self.module!r}"
 
 
 class WorkerProcess:
@@ -83,10 +97,15 @@ class WorkerProcess:
     Until `connect`, requests block: environments are loaded before the event loop runs.
     """
 
-    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(
+        self, spec: WorkerSpec, process: subprocess.Popen[bytes], connection: socket.socket, log_offset: int
+    ) -> None:
         self.spec = spec
+        self.versions = ""
         self._process = process
         self._connection = connection
+        self._log_offset = log_offset
+        """Byte offset in its own log at which its output starts."""
         self._numbers = itertools.count()
         self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -95,38 +114,65 @@ class WorkerProcess:
         """Why the process no longer answers."""
 
     @classmethod
+    def spawn(cls, spec: WorkerSpec) -> Self:
+        """Start the process, which loads nothing before it is greeted. It dies with the thread that calls this.
+
+        Raises:
+            EnvironmentFault: the interpreter cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as opened:
+            argv = [str(spec.python), *spec.program, str(theirs.fileno())]
+            env = dict(os.environ)
+            if not spec.is_ours:
+                env = {name: value for name, value in env.items() if name not in _OURS} | _ADDED
+            env |= spec.added
+            # The proxy of the run is on this machine, behind no other proxy.
+            env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+            output, offset = None, 0
+            if spec.log is not None:
+                logged = ProcessSpec(spec.server_of, tuple(argv), spec.log)
+                output, offset = opened.enter_context(opened_for_attempt(logged))
+            try:
+                process = subprocess.Popen(
+                    argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    pass_fds=(theirs.fileno(),), start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                raise EnvironmentFault(f"{spec.place}.python = {str(spec.python)!r}: {error.strerror}") from error
+        if spec.log is not None:
+            where = f"process {process.pid}; its log is {spec.log}"
+            get_logger().info(f"Environment {spec.server_of!r} is served by {where}")
+        return cls(spec, process, ours, offset)
+
+    @classmethod
     def start(cls, spec: WorkerSpec) -> Self:
-        """Load the environment. Its output goes to the log of this process.
+        """Start the process and load the environment, before the event loop runs.
 
         Raises:
             EnvironmentFault: the interpreter cannot be started, or the environment does not load in it.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            argv = [str(spec.python), *spec.program, str(theirs.fileno())]
-            env = {name: value for name, value in os.environ.items() if name not in _OURS} | _ADDED | dict(spec.added)
-            # The proxy of the run is on this machine, behind no other proxy.
-            env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
-            try:
-                process = subprocess.Popen(
-                    argv, env=env, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
-                )
-            except OSError as error:
-                ours.close()
-                raise EnvironmentFault(f"{spec.place}.python = {str(spec.python)!r}: {error.strerror}") from error
-        started = cls(spec, process, ours)
+        started = cls.spawn(spec)
         try:
-            started._greet()
+            started._welcome(started._exchange(started._greeting()))
         except BaseException:
             started.kill()
             raise
         return started
 
-    def _greet(self) -> None:
+    async def greet(self) -> None:
+        """Load the environment. Raises EnvironmentFault as `start`."""
+        self._welcome(await self._answer(self._greeting()))
+
+    def _greeting(self) -> dict[str, Any]:
         spec = self.spec
         tables = {name: dict(getattr(spec, name)) for name in ("args", "attributes", "taskset", "agent")}
         settings = {"protocol": PROTOCOL, "module": spec.module, "judge": spec.judge, **tables}
-        hello = self._exchange(settings)
+        return {"id": GREETING, **settings}
+
+    def _welcome(self, hello: Mapping[str, Any]) -> None:
+        spec = self.spec
         if "fault" in hello:
             raise EnvironmentFault(f"{spec.place}: {spec.module!r} does not load in {spec.python}: {hello['fault']}")
         names = (("verifiers", "verifiers"), ("python", "Python"))
@@ -134,7 +180,7 @@ class WorkerProcess:
 
     def ask_now(self, do: str, **arguments: Any) -> Any:
         """What `ask` does, before the event loop runs."""
-        return _value(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
+        return value_of(self._exchange({"id": next(self._numbers), "do": do, "with": arguments}))
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -153,12 +199,16 @@ class WorkerProcess:
             WorkerError: the environment's code failed.
             EnvironmentFault: the process is gone.
         """
+        return value_of(await self._answer({"id": next(self._numbers), "do": do, "with": arguments}))
+
+    async def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         writer = await self._connect()
-        number = next(self._numbers)
+        number = message["id"]
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            writer.write(encode({"id": number, "do": do, "with": arguments}))
-            return _value(await answer)
+            writer.write(encode(message))
+            answered: dict[str, Any] = await answer
+            return answered
         except asyncio.CancelledError:
             with contextlib.suppress(ConnectionError):
                 writer.write(encode({"do": "cancel", "of": number}))
@@ -205,8 +255,15 @@ class WorkerProcess:
     def _fault_of(self, why: str) -> EnvironmentFault:
         code = self._exit_code()
         how = "no longer answers" if code is None else f"ended with code {code}"
-        reason = f": {why}" if why else "; what it printed is in this log"
-        return EnvironmentFault(f"{self.spec.place}: the process of {self.spec.module!r} {how}{reason}")
+        lines: list[str] = []
+        if why:
+            reason = f": {why}"
+        elif self.spec.log is None:
+            reason = "; what it printed is in this log"
+        else:
+            reason = f"; its log is {self.spec.log}"
+            lines = [f"  | {line}" for line in tail(self.spec.log, TAIL_LINES, self._log_offset)]
+        return EnvironmentFault("\n".join([f"{self.spec.who} {how}{reason}", *lines]))
 
     @contextlib.contextmanager
     def _end_descriptor(self) -> Iterator[int | None]:
@@ -283,7 +340,7 @@ class WorkerProcess:
             self._opening.result().transport.abort()
 
 
-def _value(answer: dict[str, Any]) -> Any:
+def value_of(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         raise WorkerError(str(answer["error"]), str(answer.get("kind", "")))
     return answer.get("value")
@@ -296,14 +353,13 @@ class WorkerEnded(GroupFailed):
 class RestartingProcess:
     """Asks a process that is replaced when it is gone."""
 
-    def __init__(self, process: WorkerProcess) -> None:
-        self.spec: WorkerSpec = process.spec
+    def __init__(self, spec: WorkerSpec, process: WorkerProcess | None = None) -> None:
+        """`process` has loaded the environment already. None: the first request starts one."""
+        self.spec = spec
         self.blocked_s = BLOCKED_S
-        self._process: WorkerProcess | None = process
-        self._starting = asyncio.Lock()
-        # Not the event loop's own threads: environment code can keep all of those. It lives as long as this object,
-        # because a worker dies with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, "worker")
+        self._process = process
+        self._greeting: asyncio.Task[None] | None = None
+        """Ends once the environment is loaded in the process."""
         self._ends_in_a_row = 0
 
     async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
@@ -328,17 +384,30 @@ class RestartingProcess:
         self._ends_in_a_row = 0
         return value
 
+    async def open(self) -> None:
+        """Start the process. Raises EnvironmentFault if its environment does not load."""
+        await self._running()
+
     async def _running(self) -> WorkerProcess:
-        async with self._starting:
-            if self._process is None:
-                if self._ends_in_a_row >= MAX_ENDS_IN_A_ROW:
-                    raise EnvironmentFault(
-                        f"{self.spec.place}: the process of {self.spec.module!r} ended {self._ends_in_a_row} times "
-                        "in a row before it answered anything; what it printed is in this log"
-                    )
-                loop = asyncio.get_running_loop()
-                self._process = await loop.run_in_executor(self._thread, WorkerProcess.start, self.spec)
-            return self._process
+        """The process, once its environment is loaded. A request that is cancelled meanwhile leaves it to the next."""
+        if self._process is None:
+            if self._ends_in_a_row >= MAX_ENDS_IN_A_ROW:
+                raise EnvironmentFault(
+                    f"{self.spec.who} ended {self._ends_in_a_row} times in a row before it answered anything; "
+                    f"what it printed is in {self.spec.log or 'this log'}"
+                )
+            self._process = WorkerProcess.spawn(self.spec)
+            self._greeting = asyncio.create_task(self._process.greet())
+        process = self._process
+        if self._greeting is not None:
+            try:
+                await asyncio.shield(self._greeting)
+            except EnvironmentFault:
+                if process is self._process:
+                    self._process = None
+                    process.kill()
+                raise
+        return process
 
     def _lost(self, process: WorkerProcess, why: str, reason: str) -> WorkerEnded:
         """The first request that notices ends the process, and alone counts against the environment."""
@@ -346,11 +415,14 @@ class RestartingProcess:
         if is_first:
             self._process = None
             self._ends_in_a_row += 1
-            get_logger().warning(f"The process of {self.spec.module!r} is gone or blocked, and starts again")
+            get_logger().warning(f"The process of {self.spec.module!r} is gone or blocked, and starts again: {why}")
             process.kill()
-        return WorkerEnded(why, reason, is_of_environment=is_first)
+        return WorkerEnded(why.splitlines()[0], reason, is_of_environment=is_first)
 
     async def close(self) -> None:
+        if self._greeting is not None:
+            self._greeting.cancel()
+            await asyncio.gather(self._greeting, return_exceptions=True)
         if self._process is not None:
             await self._process.close()
 
@@ -367,7 +439,7 @@ class ProcessWorker:
 
     def __init__(self, name: str, process: WorkerProcess, proxy: RecordingProxy) -> None:
         self.name = name
-        self.process = RestartingProcess(process)
+        self.process = RestartingProcess(process.spec, process)
         self.proxy = proxy
         self._first = process
 
@@ -444,9 +516,8 @@ class ProcessWorker:
             # A process that code without `await` blocks answers nothing, and is replaced.
             await self.process.ask("describe", self.process.blocked_s, split=group.split)
             raise
-        record_rollouts(own_trace(), outputs, group.example)
         by_key = {session.key: session for session in sessions}
-        return [_rollout_of(output, by_key[output["session"]], group) for output in outputs]
+        return group.read(outputs, lambda key: by_key[key].recorded)
 
     def waits_for(self) -> str:
         return ""
@@ -470,11 +541,3 @@ def _row_texts(process: WorkerProcess, split: str, count: int) -> Iterator[str]:
             continue
         yield from (json.dumps(row) for row in rows)
         start += at_once
-
-
-def _rollout_of(output: Mapping[str, Any], session: Session, group: GroupRequest) -> Rollout:
-    # The proxy samples as the run says, whatever the environment makes of its arguments.
-    given = {**output, "sampling_args": None}
-    rollout = read_rollout(given, group.example, group.temperature, group.version, group.vocab_size, session.trace)
-    rollout.is_truncated |= session.is_cut_off
-    return rollout

@@ -1,6 +1,10 @@
-"""Messages between the orchestrator and an environment: a length in 4 bytes, and JSON.
+"""Messages between the orchestrator and an environment: JSON, with a length in 4 bytes before it on a stream.
 
-Both ends hold one end of a socket pair, so nobody else can connect.
+A request is `{"id", "do", "with"}`, with the name of a method and its arguments, or `{"do": "cancel", "of": id}`. An
+answer is `{"id", "value"}`, or `{"id", "error", "kind"}` with the class of the error.
+
+On a socket pair nobody else can connect. A server at an address gets the same messages over ZeroMQ, which has frames
+and checks the key of its peer.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import socket
 import struct
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes its meaning."""
 MAX_FRAME_BYTES = 256 << 20
 """A longer message ends the connection."""
@@ -23,9 +27,14 @@ class BadFrame(Exception):
     """What arrived is no message."""
 
 
+def dump(message: dict[str, Any]) -> bytes:
+    """A message without its length. Values that JSON lacks become their texts, or plain values that they stand for."""
+    return json.dumps(message, default=_plain).encode()
+
+
 def encode(message: dict[str, Any]) -> bytes:
-    """A message as bytes. Values that JSON lacks become their texts, or the plain values that they stand for."""
-    body = json.dumps(message, default=_plain).encode()
+    """A message with its length, for a stream."""
+    body = dump(message)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a message of {len(body):,} bytes; at most {MAX_FRAME_BYTES:,} can be sent")
     return _LENGTH.pack(len(body)) + body
@@ -41,7 +50,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -62,7 +71,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """The next message; None at the end of the connection. Raises BadFrame."""
     try:
         head = await reader.readexactly(_LENGTH.size)
-        return _decode(await reader.readexactly(_length(head)))
+        return decode(await reader.readexactly(_length(head)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
@@ -71,7 +80,7 @@ def receive_now(connection: socket.socket) -> dict[str, Any] | None:
     """The next message of a blocking socket; None at the end of the connection. Raises BadFrame."""
     head = _exactly(connection, _LENGTH.size)
     body = None if head is None else _exactly(connection, _length(head))
-    return None if body is None else _decode(body)
+    return None if body is None else decode(body)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:

@@ -45,6 +45,11 @@ def functions_with_weights(rubric: Any) -> Iterator[tuple[str, float]]:
             yield getattr(function, "__name__", repr(function)), float(weight)
 
 
+def reward_functions(rubric: Any) -> dict[str, float]:
+    """Weight of each reward function in the sum that is the reward, by name; 0 for one that is only measured."""
+    return dict(pair for part in leaves(rubric) for pair in functions_with_weights(part))
+
+
 def got_no_answer(state: Mapping[str, Any]) -> bool:
     """Whether the first prompt was too long. Such a rollout has nothing that could be scored."""
     return OVERLONG_PROMPT in state and not state.get("trajectory")

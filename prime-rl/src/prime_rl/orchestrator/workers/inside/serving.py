@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,14 @@ class Ending(Exception):
 
 
 def main() -> None:
+    serve_parent(_load)
+
+
+def serve_parent(load: Callable[[dict[str, Any]], Any]) -> None:
+    """Load what the orchestrator's first message names, and answer its requests. Ends the process.
+
+    The last argument of the command is the number of the socket. `load` makes the object whose methods it may call.
+    """
     _end_with_parent()
     with socket.socket(fileno=int(sys.argv[-1])) as connection:
         _keep_from_children(connection)
@@ -38,14 +46,14 @@ def main() -> None:
         if start is None:
             return
         try:
-            served = _load(start)
+            served = load(start)
         except Unusable as error:
-            connection.sendall(encode({"fault": str(error)}))
+            connection.sendall(encode({"id": start["id"], "fault": str(error)}))
             return
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
-            connection.sendall(encode({"fault": _one_line(error)}))
+            connection.sendall(encode({"id": start["id"], "fault": _one_line(error)}))
             return
-        connection.sendall(encode({"protocol": PROTOCOL, "python": sys.version.split()[0], **_versions()}))
+        connection.sendall(encode({"id": start["id"], "python": sys.version.split()[0], **_versions()}))
         # What is loaded stays. Rollouts make garbage fast, and each full collection would look at all of it.
         gc.freeze()
         asyncio.run(_serve(served, connection))
@@ -88,7 +96,7 @@ def _load(start: dict[str, Any]) -> Any:
     from . import verifiers_api
 
     given = judge_arguments(start["module"], start.get("judge"))
-    return verifiers_api.Served({**start, "args": {**given, **start["args"]}})
+    return verifiers_api.load({**start, "args": {**given, **start["args"]}})
 
 
 def _versions() -> dict[str, str]:
@@ -110,7 +118,7 @@ async def _serve(served: Any, connection: socket.socket) -> None:
                 if (task := tasks.get(request["of"])) is not None:
                     task.cancel()
                 continue
-            task = asyncio.create_task(_answer(served, request, writer))
+            task = asyncio.create_task(_send_answer(served, request, writer))
             tasks[request["id"]] = task
             pending.add(task)
             task.add_done_callback(pending.discard)
@@ -122,16 +130,22 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Tas
     tasks.pop(number, None)
 
 
-async def _answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def answer_to(served: Any, request: dict[str, Any], encode: Callable[[dict[str, Any]], bytes] = encode) -> bytes:
+    """The encoded answer to a request, whatever happens: the other end waits hours for it."""
     try:
         done = getattr(served, request["do"])(**request["with"])
         value = await done if asyncio.iscoroutine(done) else done
-        answer = encode({"id": request["id"], "value": value})
+        # Within the block: a value that cannot be sent is an error, too.
+        return encode({"id": request["id"], "value": value})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
-        answer = encode({"id": request["id"], "error": _one_line(error), "kind": type(error).__name__})
+        return encode({"id": request["id"], "error": _one_line(error), "kind": type(error).__name__})
     except asyncio.CancelledError as error:
         # The environment may have cancelled its own task. The orchestrator ignores answers that it does not wait for.
-        answer = encode({"id": request["id"], "error": "it was cancelled", "kind": type(error).__name__})
+        return encode({"id": request["id"], "error": "it was cancelled", "kind": type(error).__name__})
+
+
+async def _send_answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    answer = await answer_to(served, request)
     with contextlib.suppress(ConnectionError):
         writer.write(answer)
         await writer.drain()

@@ -1,0 +1,228 @@
+"""Runs verifiers environments outside of the orchestrator's process: in one that it starts, or at an address.
+
+There, a `VerifiersWorker` runs groups as it would here, with a recording proxy of its own. `Service` puts it behind the
+messages of `inside/frames`, and `RemoteWorker` asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.shared import LogConfig
+from prime_rl.orchestrator.rollouts.rollout import Recorded, Rollout
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.servers.channel import ChatChannel
+from prime_rl.orchestrator.servers.server import MAX_RETRIES
+from prime_rl.orchestrator.workers.environment import Described, Environment, GroupRequest, Split
+from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
+from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
+from prime_rl.orchestrator.workers.inside.verifiers_api import Served
+from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec
+from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
+from prime_rl.run.paths import OrchestratorPaths
+
+
+class Connection(Protocol):
+    """The way to a worker: `RestartingProcess` or `PortClient`."""
+
+    @property
+    def blocked_s(self) -> float | None:
+        """Seconds after the end of a group's time limit in which the worker must answer. None sets no limit."""
+
+    async def open(self) -> None: ...
+
+    async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class RemoteWorker:
+    """Sends the groups of a verifiers environment to a `Service`. The rows are read in this process."""
+
+    def __init__(self, name: str, served: Served, connection: Connection) -> None:
+        self.name = name
+        self.served = served
+        self.connection = connection
+
+    def describe(self, split: Split) -> Described:
+        return VerifiersWorker(self.served).describe(split)
+
+    async def open(self) -> None:
+        """Raises EnvironmentFault if the environment does not load there, or nothing answers."""
+        await self.connection.open()
+
+    async def roll_out(self, group: GroupRequest) -> list[Rollout]:
+        """
+        Raises:
+            WorkerError: the environment's code failed.
+            WorkerEnded: its process ended.
+            GroupTimeout: it took longer than `timeout_s` of the environment.
+            EnvironmentFault: its process ends whenever it is started, or cannot be reached.
+        """
+        server = group.server
+        # A process that this run has started reports its model calls itself.
+        is_ours = isinstance(self.connection, RestartingProcess)
+        calling = contextlib.nullcontext() if is_ours else own_beats().calling(server_name(server.base_url))
+        engine = Engine(server.base_url, server.headers, server.timeout_s, server.base_model, server.takes_tokens)
+        try:
+            async with in_time(group.timeout_s, group.example.env, group.example.row):
+                with calling:
+                    outputs = await self.connection.ask(
+                        "run_group",
+                        row=group.row,
+                        size=group.size,
+                        engine=asdict(engine),
+                        model=server.model,
+                        sampling_args=group.sampling_args,
+                        max_retries=group.max_retries,
+                    )
+        except GroupTimeout:
+            # A process that code without `await` blocks answers nothing, and is replaced.
+            if self.connection.blocked_s is not None:
+                await self.connection.ask("ping", self.connection.blocked_s)
+            raise
+        recorded = {output["session"]: unpacked(output.pop("calls")) for output in outputs}
+        return group.read(outputs, recorded.__getitem__)
+
+    def waits_for(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The inference server that a group asks, as a request names it."""
+
+    base_url: str
+    headers: dict[str, str]
+    timeout_s: float
+    base_model: str
+    takes_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Upstream:
+    channel: ChatChannel
+    base_model: str
+
+
+class Service:
+    """What a `RemoteWorker` may ask."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._worker = VerifiersWorker(served)
+        self._channels: dict[str, ChatChannel] = {}
+
+    async def run_group(
+        self,
+        row: dict[str, Any],
+        size: int,
+        engine: dict[str, Any],
+        model: str,
+        sampling_args: dict[str, Any],
+        max_retries: int,
+    ) -> list[dict[str, Any]]:
+        """The rollouts of a row, each with the model calls that its session recorded."""
+        asked = Engine(**engine)
+        key = repr((asked.base_url, asked.headers, asked.timeout_s))
+        if key not in self._channels:
+            self._channels[key] = ChatChannel(asked.base_url, asked.headers, asked.timeout_s, MAX_RETRIES)
+        server = _Upstream(self._channels[key], asked.base_model)
+        outputs, sessions = await self._worker.run(
+            row, size, server, model, asked.takes_tokens, sampling_args, max_retries
+        )
+        return [{**output, "calls": packed(sessions[output["session"]].recorded)} for output in outputs]
+
+    def ping(self) -> None:
+        """Answers while the environment's code does not block the process."""
+
+    def after_answer(self) -> None:
+        """Nothing ends the process."""
+
+    async def close(self) -> None:
+        """Tear down the environment, and close the connections to the engines."""
+        for channel in self._channels.values():
+            await channel.close()
+        await self.served.env._teardown()
+
+
+def packed(recorded: Recorded) -> list[dict[str, Any]]:
+    """Model calls as plain values. A prompt that continues an earlier call has only its own tokens."""
+    calls = [call for _, call in recorded]
+    places = {id(call): at for at, call in enumerate(calls)}
+    return [
+        {
+            "id": name,
+            "prompt": call.prompt.added,
+            "earlier": None if call.prompt.earlier is None else places[id(call.prompt.earlier)],
+            "completion": call.completion_ids,
+            "logprobs": call.inference_logprobs,
+            "details": call.details.to_builtins(),
+        }
+        for name, call in recorded
+    ]
+
+
+class _Call(msgspec.Struct):
+    id: str
+    prompt: list[int]
+    completion: list[int]
+    logprobs: list[float]
+    details: CallDetails
+    earlier: int | None = None
+
+
+def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
+    """The calls that `packed` gave. Raises msgspec.ValidationError."""
+    trace = TokenTrace()
+    recorded = []
+    for each in msgspec.convert(values, list[_Call]):
+        prompt = Prompt.of(each.prompt)
+        if each.earlier is not None:
+            earlier = trace.calls[each.earlier]
+            prompt = Prompt(each.prompt, None, earlier, earlier.total_tokens)
+        call = ModelCall(prompt, each.completion, each.logprobs, [True] * len(each.completion), each.details)
+        trace.calls.append(call)
+        recorded.append((each.id, call))
+    return recorded
+
+
+def run_in_processes(
+    purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig, root: Path
+) -> None:
+    """Let each environment that would run in this process run in one of its own, which `connect` starts.
+
+    `purpose` is `train` or `eval`, and `root` the orchestrator's directory.
+    """
+    for config, environment in zip(configs, environments, strict=True):
+        if not isinstance(environment.worker, VerifiersWorker):
+            continue
+        name = environment.name
+        env = EnvConfig.model_validate(config.model_dump(include=set(EnvConfig.model_fields)))
+        # The process's output is its log file.
+        served_there = EnvServerConfig(env=env, log=log.model_copy(update={"file": False}), output_dir=root)
+        spec = WorkerSpec(
+            place=f"environment {name!r}",
+            python=Path(sys.executable),
+            module=config.id,
+            args=served_there.model_dump(mode="json"),
+            attributes={},
+            program=("-m", "prime_rl.orchestrator.env_server", "--socket"),
+            added=helper_heartbeat_env(f"{purpose}-{name}"),
+            is_ours=True,
+            log=OrchestratorPaths(root).env_log(purpose, name),
+            server_of=name,
+        )
+        environment.worker = RemoteWorker(name, environment.worker.served, RestartingProcess(spec))
