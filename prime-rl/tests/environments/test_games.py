@@ -58,7 +58,7 @@ def play(environment: Environment, answers: Sequence[str], row: int = 0) -> Roll
         async with engine.serving():
             server = InferenceServer(engine.base_url, ClientConfig(base_url=[engine.base_url]), MODEL)
             try:
-                (rollout,) = await environment.attempt(
+                (rollout,) = await environment.evaluate(
                     ExampleRef(environment.name, row), 1, server, {"temperature": 1.0, "extra_body": {}}, 0
                 )
             finally:

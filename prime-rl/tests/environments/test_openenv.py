@@ -79,7 +79,7 @@ async def attempts(environment: Environment, answers: list[str], size: int = 1) 
     async with engine.serving():
         policy = InferenceServer(engine.base_url, ClientConfig(base_url=[engine.base_url]), MODEL)
         try:
-            return await environment.attempt(
+            return await environment.evaluate(
                 ExampleRef(environment.name, 0), size, policy, {"temperature": 1.0, "extra_body": {}}, 0
             )
         finally:

@@ -84,7 +84,7 @@ def attempted(folder: Path, policy_server) -> Attempted:
         await pool.wait_ready(use_token_client=True)
         try:
             args = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
-            return await environment.attempt(ExampleRef(name, 0), 2, pool.servers[0], args, 0)
+            return await environment.evaluate(ExampleRef(name, 0), 2, pool.servers[0], args, 0)
         finally:
             await environment.close()
             await pool.close()

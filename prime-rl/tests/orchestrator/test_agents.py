@@ -267,7 +267,7 @@ def attempted(folder: Path, module_server) -> Iterator[Callable[..., Attempted]]
             made = Environment("dispatch", AgentWorker("dispatch", changed_keys, {"train": rows}, guest, proxy))
             example = ExampleRef("dispatch", rows.index(row))
             try:
-                return runner.run(made.attempt(example, size, pool.servers[0], ARGS, 5, retries))
+                return runner.run(made.evaluate(example, size, pool.servers[0], ARGS, 5, retries))
             except GroupFailed as error:
                 return error
 

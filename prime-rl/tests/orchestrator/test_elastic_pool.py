@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.orchestrator.rollouts.attempts import Attempt, run_attempts
+from prime_rl.orchestrator.rollouts.evaluation import EvalGroup, run_eval_groups
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.servers.discovery import LookupFault, SystemResolver
 from prime_rl.orchestrator.servers.elastic import ElasticPool, inference_pool
@@ -255,7 +255,7 @@ async def test_an_evaluation_is_done_elsewhere_when_its_server_is_lost(fleet) ->
     started: list[str] = []
 
     class Environment:
-        async def attempt(self, example, size, server, *args, **kwargs):
+        async def evaluate(self, example, size, server, *args, **kwargs):
             started.append(server.root_url)
             if len(started) == 1:
                 fleet.name(3)
@@ -267,8 +267,8 @@ async def test_an_evaluation_is_done_elsewhere_when_its_server_is_lost(fleet) ->
 
     async with fleet.pool() as pool:
         await pool.wait_ready(use_token_client=False)
-        attempts = [Attempt(Environment(), ExampleRef("letters", row), {}) for row in range(3)]
-        outcomes = await run_attempts(attempts, pool, 0, max_concurrent=1)
+        attempts = [EvalGroup(Environment(), ExampleRef("letters", row), {}) for row in range(3)]
+        outcomes = await run_eval_groups(attempts, pool, 0, max_concurrent=1)
     assert [outcome.example.row for outcome in outcomes] == [0, 1, 2]
     assert [outcome.failed for outcome in outcomes] == [0, 0, 0]
     assert [urlsplit(url).hostname for url in started] == ["127.0.0.2", *["127.0.0.3"] * 3]

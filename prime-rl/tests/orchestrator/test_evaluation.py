@@ -16,7 +16,7 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalSamplingConfig, ValCon
 from prime_rl.monitors import JsonlMonitor
 from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
-from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.rollouts.evaluation import EvalGroup, Outcome, run_eval_groups
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, rollout_seed
 from prime_rl.orchestrator.scores import eval_metrics, has_response, score_titles
@@ -49,7 +49,7 @@ class Environment:
         self.peak_concurrency = 0
         self.seeds: list[int | None] = []
 
-    async def attempt(self, example, size, server, sampling_args, version, max_retries=0) -> list[Rollout]:
+    async def evaluate(self, example, size, server, sampling_args, version, max_retries=0) -> list[Rollout]:
         self.started += 1
         self.seeds.append(sampling_args.get("seed"))
         number = self.started
@@ -90,8 +90,8 @@ def test_after_a_resume_the_same_version_is_not_evaluated_again_unless_asked() -
 
 async def test_attempts_run_a_few_at_a_time_and_one_that_raises_is_counted(rollout) -> None:
     environment, pool = Environment(rollout), Pool()
-    attempts = [Attempt(environment, ExampleRef("letters", row), {}) for row in range(7)]
-    outcomes = await run_attempts(attempts, pool, 0, max_concurrent=2)
+    attempts = [EvalGroup(environment, ExampleRef("letters", row), {}) for row in range(7)]
+    outcomes = await run_eval_groups(attempts, pool, 0, max_concurrent=2)
     assert environment.peak_concurrency == 2
     assert [outcome.failed for outcome in outcomes] == [0, 0, 1, 0, 0, 1, 0]
     assert [outcome.example.row for outcome in outcomes] == list(range(7))

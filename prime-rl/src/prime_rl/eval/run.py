@@ -26,7 +26,7 @@ from prime_rl.monitors.sinks import open_sinks
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluator import EvalSet
 from prime_rl.orchestrator.leaks import Overlap, tell
-from prime_rl.orchestrator.rollouts.attempts import Attempt, Outcome, run_attempts
+from prime_rl.orchestrator.rollouts.evaluation import EvalGroup, Outcome, run_eval_groups
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
 from prime_rl.orchestrator.scores import eval_metrics, score_titles, unscored_line, zero_line
@@ -58,7 +58,7 @@ class Recorded:
     key: Key
     results: ResultsFile
 
-    async def attempt(
+    async def evaluate(
         self,
         example: ExampleRef,
         size: int,
@@ -68,7 +68,7 @@ class Recorded:
         max_retries: int = 0,
     ) -> list[Rollout]:
         started_s = time.perf_counter()
-        rollouts = await self.environment.attempt(example, size, server, sampling_args, version, max_retries)
+        rollouts = await self.environment.evaluate(example, size, server, sampling_args, version, max_retries)
         for rollout in rollouts:
             if rollout.error is None:
                 self.results.add(Result.from_rollout(self.key, rollout, time.perf_counter() - started_s))
@@ -137,8 +137,8 @@ class Evaluation:
             except InferenceFault as fault:
                 self._fail(f"{candidate}: {fault}")
                 return
-            outcomes = await run_attempts(
-                [self._attempt(key, sampling) for key in missing],
+            outcomes = await run_eval_groups(
+                [self._group(key, sampling) for key in missing],
                 self.pool,
                 candidate.step,
                 self.config.max_concurrent or UNLIMITED,
@@ -167,10 +167,10 @@ class Evaluation:
             if not cannot or candidate.weights is not None:
                 raise
 
-    def _attempt(self, key: Key, sampling: EvalSamplingConfig) -> Attempt:
+    def _group(self, key: Key, sampling: EvalSamplingConfig) -> EvalGroup:
         (of_env,) = [each for each in self.sets if each.name == key.env]
         example = ExampleRef(key.env, key.example)
-        return Attempt(
+        return EvalGroup(
             Recorded(of_env.environment, key, self.results),
             example,
             eval_sampling_args(sampling, example, key.rollout),

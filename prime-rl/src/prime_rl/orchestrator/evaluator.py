@@ -19,7 +19,7 @@ from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.leaks import METRIC, Overlap
 from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
-from prime_rl.orchestrator.rollouts.attempts import Attempt, Attemptable, Outcome, ServerPool, run_attempts
+from prime_rl.orchestrator.rollouts.evaluation import EvalEnvironment, EvalGroup, Outcome, ServerPool, run_eval_groups
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, seeded_for_group
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
@@ -122,11 +122,11 @@ class Evaluator:
             await self._run(version)
 
     async def _run(self, step: int) -> None:
-        attempts = [attempt for each in self.sets for attempt in self._attempts(each)]
+        groups = [group for each in self.sets for group in self._groups(each)]
         async with self.policy.pinned() as version:
             self.schedule.last = version
             started_s = time.perf_counter()
-            outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
+            outcomes = await run_eval_groups(groups, self.pool, version, self.max_concurrent)
         self.rollout_log.write_evaluation(version, outcomes)
         rest = iter(outcomes)
         metrics: dict[str, float] = {"progress/ckpt_step": version}
@@ -140,13 +140,13 @@ class Evaluator:
             metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
         self.monitor.log(metrics, step)
 
-    def _attempts(self, eval_set: EvalSet) -> Iterator[Attempt]:
+    def _groups(self, eval_set: EvalSet) -> Iterator[EvalGroup]:
         # All rollouts of a row are adjacent, so that servers hit their prefix cache.
         for row in eval_set.rows:
             example = ExampleRef(eval_set.name, row)
             for number in range(eval_set.rollouts):
                 sampling_args = eval_sampling_args(self.config.sampling, example, number)
-                yield Attempt(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
+                yield EvalGroup(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
 
 
 def is_reported(run: RunPaths, version: int) -> bool:
@@ -176,7 +176,7 @@ class Validator:
     """Rolls out the same examples each time, so that validations differ only in the policy."""
 
     config: ValConfig
-    environments: Mapping[str, Attemptable]
+    environments: Mapping[str, EvalEnvironment]
     examples: list[ExampleRef]
     pool: ServerPool
     max_concurrent: int
@@ -193,11 +193,11 @@ class Validator:
         Failed rollouts are counted but not scored.
         """
         size = self.config.rollouts_per_example
-        attempts = [
-            Attempt(self.environments[example.env], example, seeded_for_group(sampling_args, example), size)
+        groups = [
+            EvalGroup(self.environments[example.env], example, seeded_for_group(sampling_args, example), size)
             for example in self.examples
         ]
-        outcomes = await run_attempts(attempts, self.pool, version, self.max_concurrent)
+        outcomes = await run_eval_groups(groups, self.pool, version, self.max_concurrent)
         failed = sum(outcome.failed for outcome in outcomes)
         if failed:
             reason = next(outcome.reason for outcome in outcomes if outcome.reason)

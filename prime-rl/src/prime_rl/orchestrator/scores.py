@@ -15,7 +15,7 @@ from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
     # `eval.passk` needs only `pass_at_k`; this module imports verifiers.
-    from prime_rl.orchestrator.rollouts.attempts import Outcome
+    from prime_rl.orchestrator.rollouts.evaluation import Outcome
     from prime_rl.orchestrator.workers.environment import Environment
 
 

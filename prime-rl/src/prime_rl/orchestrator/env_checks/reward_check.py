@@ -1,4 +1,7 @@
-"""Tries scripted answers on a few rows, and judges the rewards that they earn."""
+"""Tries scripted answers on a few rows, and judges the rewards that they earn.
+
+The answers are right and wrong ones, nothing, very much, and what a model would exploit.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,6 @@ from prime_rl.orchestrator.workers.inside.reward_records import RewardFailure
 from prime_rl.orchestrator.workers.process import WorkerError
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
-
-# Answers that an environment must stand: right and wrong ones, nothing, much, and what a model would exploit.
-
 
 RIGHT, WRONG, EMPTY, BLANK, NO_MESSAGE = "right", "wrong", "empty", "blank", "no message"
 REPEATED, ALL_AT_ONCE = "prompt repeated", "all answers at once"
@@ -173,7 +173,7 @@ class Trials:
         fault, rollouts = "", []
         try:
             async with asyncio.timeout(self.limit_s):
-                rollouts = await self.environment.attempt(
+                rollouts = await self.environment.evaluate(
                     ExampleRef(self.environment.name, row), size, self.server, dict(_SAMPLING), 0
                 )
         except TimeoutError:

@@ -22,7 +22,7 @@ import numpy as np
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.orchestrator.batches.batch import Batch
-from prime_rl.orchestrator.rollouts.attempts import Outcome
+from prime_rl.orchestrator.rollouts.evaluation import Outcome
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenizer
 from prime_rl.orchestrator.rollouts.trace import ModelCall

@@ -35,7 +35,7 @@ class ExampleRef:
 
 @dataclass(slots=True)
 class Rollout:
-    """One scored attempt at an example."""
+    """One rollout of an example, with its reward."""
 
     example: ExampleRef
     reward: float

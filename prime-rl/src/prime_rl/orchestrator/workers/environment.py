@@ -62,7 +62,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Attempts at one example, which are scored together."""
+    """Rollouts of one example, which are scored together."""
 
     example: ExampleRef
     split: Split
@@ -215,7 +215,7 @@ class Environment:
     async def run_group(
         self, example: ExampleRef, size: int, server: InferenceServer, sampling_args: dict[str, Any], version: int
     ) -> list[Rollout]:
-        """Attempt one example `size` times to train on it.
+        """Roll out one example `size` times to train on it.
 
         Whatever the environment's code raises passes through.
 
@@ -232,7 +232,7 @@ class Environment:
             check_trainable(rollouts)
         return rollouts
 
-    async def attempt(
+    async def evaluate(
         self,
         example: ExampleRef,
         size: int,
@@ -241,7 +241,7 @@ class Environment:
         version: int,
         max_retries: int = 0,
     ) -> list[Rollout]:
-        """Attempt one example `size` times and score the attempts together, whether or not they can be trained on.
+        """Roll out one example `size` times and score the rollouts, whether or not they can be trained on.
 
         Up to `max_retries` times, the worker tries again what failed. Errors of environment code propagate.
 

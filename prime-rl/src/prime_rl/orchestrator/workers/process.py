@@ -473,7 +473,7 @@ class ProcessWorker:
         await self.proxy.open()
 
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
-        """A group that raises, or in which a rollout ends with an error, is attempted again up to `max_retries` times.
+        """A group that raises, or in which a rollout ends with an error, is rolled out again up to `max_retries` times.
 
         Raises:
             WorkerError: the environment's code failed.
@@ -484,7 +484,7 @@ class ProcessWorker:
         await self.proxy.open()
         for retries_left in range(group.max_retries, -1, -1):
             try:
-                rollouts = await self._attempt(group)
+                rollouts = await self._once(group)
                 fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
             except WorkerError as error:
                 if not retries_left:
@@ -495,7 +495,7 @@ class ProcessWorker:
             get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; once more")
         return rollouts
 
-    async def _attempt(self, group: GroupRequest) -> list[Rollout]:
+    async def _once(self, group: GroupRequest) -> list[Rollout]:
         sessions_of_group = self.proxy.sessions.opened(group.size, group.server, group.sampling_args)
         # The proxy asks for log-probabilities by itself: answers need not carry them to an environment that drops them.
         sampling = {name: each for name, each in group.sampling_args.items() if name not in ("logprobs", "extra_body")}

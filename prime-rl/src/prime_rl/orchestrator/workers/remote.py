@@ -27,8 +27,8 @@ from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served
 from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec
-from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
 from prime_rl.run.paths import OrchestratorPaths
+from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
 
 
 class Connection(Protocol):

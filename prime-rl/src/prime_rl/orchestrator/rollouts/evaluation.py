@@ -1,4 +1,4 @@
-"""Runs rollouts that are not trained on, a limited number at a time, and reports failures as results."""
+"""Runs rollouts that are scored and not trained on, a limited number at a time, and returns failures as results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from prime_rl.run.process import own_beats
 from prime_rl.utils.logger import count_of
 
 
-class Attemptable(Protocol):
-    """The part of an environment that attempts use."""
+class EvalEnvironment(Protocol):
+    """The part of an environment that evaluations use."""
 
-    async def attempt(
+    async def evaluate(
         self,
         example: ExampleRef,
         size: int,
@@ -30,7 +30,7 @@ class Attemptable(Protocol):
 
 
 class ServerPool(Protocol):
-    """The part of the server pool that attempts use."""
+    """The part of the server pool that evaluations use."""
 
     def least_loaded(self) -> InferenceServer | None: ...
 
@@ -40,10 +40,10 @@ class ServerPool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class EvalGroup:
     """One group of rollouts to run."""
 
-    environment: Attemptable
+    environment: EvalEnvironment
     example: ExampleRef
     sampling_args: dict[str, Any]
     size: int = 1
@@ -52,7 +52,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an attempt."""
+    """The result of a group."""
 
     example: ExampleRef
     rollouts: list[Rollout]
@@ -65,33 +65,33 @@ class Outcome:
     """Time of the end, by `time.perf_counter`."""
 
 
-async def run_attempts(
-    attempts: Sequence[Attempt], pool: ServerPool, version: int, max_concurrent: int
+async def run_eval_groups(
+    groups: Sequence[EvalGroup], pool: ServerPool, version: int, max_concurrent: int
 ) -> list[Outcome]:
-    """Run all attempts, at most `max_concurrent` at a time; returns their outcomes in the same order.
+    """Run all groups, at most `max_concurrent` at a time; returns their outcomes in the same order.
 
     Raises:
         EnvironmentFault: an environment cannot be used any more.
     """
-    outcomes: list[Outcome | None] = [None] * len(attempts)
-    waiting = iter(enumerate(attempts))
-    own_beats().say(f"evaluating version {version}: {count_of('rollout', len(attempts))}")
+    outcomes: list[Outcome | None] = [None] * len(groups)
+    waiting = iter(enumerate(groups))
+    own_beats().say(f"evaluating version {version}: {count_of('rollout', len(groups))}")
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(max_concurrent, len(attempts))):
-                group.create_task(_work(waiting, pool, version, outcomes))
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(max_concurrent, len(groups))):
+                workers.create_task(_work(waiting, pool, version, outcomes))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 async def _work(
-    waiting: Iterator[tuple[int, Attempt]], pool: ServerPool, version: int, outcomes: list[Outcome | None]
+    waiting: Iterator[tuple[int, EvalGroup]], pool: ServerPool, version: int, outcomes: list[Outcome | None]
 ) -> None:
-    for index, attempt in waiting:
+    for index, group in waiting:
         while outcomes[index] is None:
             server = await _server(pool, version)
-            outcomes[index] = await _outcome_unless_lost(attempt, server, version)
+            outcomes[index] = await _outcome_unless_lost(group, server, version)
         done = sum(outcome is not None for outcome in outcomes)
         own_beats().say(f"evaluating version {version}: {done} of {len(outcomes)} rollouts are done")
 
@@ -103,26 +103,26 @@ async def _server(pool: ServerPool, version: int) -> InferenceServer:
     return server
 
 
-async def _outcome_unless_lost(attempt: Attempt, server: InferenceServer, version: int) -> Outcome | None:
-    """The outcome of an attempt; None if the pool lost the server before the attempt succeeded."""
+async def _outcome_unless_lost(group: EvalGroup, server: InferenceServer, version: int) -> Outcome | None:
+    """The outcome of a group; None if the pool lost the server before the group succeeded."""
     server.groups_in_flight += 1
     try:
-        outcome = await unless(server.lost, _outcome(attempt, server, version))
+        outcome = await unless(server.lost, _outcome(group, server, version))
     finally:
         server.groups_in_flight -= 1
     return None if outcome is not None and outcome.failed and server.lost.is_set() else outcome
 
 
-async def _outcome(attempt: Attempt, server: InferenceServer, version: int) -> Outcome:
+async def _outcome(group: EvalGroup, server: InferenceServer, version: int) -> Outcome:
     try:
-        rollouts = await attempt.environment.attempt(
-            attempt.example, attempt.size, server, attempt.sampling_args, version, attempt.max_retries
+        rollouts = await group.environment.evaluate(
+            group.example, group.size, server, group.sampling_args, version, group.max_retries
         )
     except EnvironmentFault:
         raise
     except Exception as error:  # noqa: BLE001 - environment code may raise anything, and the run continues
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Outcome(attempt.example, [], attempt.size, reason)
+        return Outcome(group.example, [], group.size, reason)
     good = [rollout for rollout in rollouts if rollout.error is None]
     reasons = [rollout.error_detail or rollout.error for rollout in rollouts if rollout.error]
-    return Outcome(attempt.example, good, len(reasons), reasons[-1] if reasons else None)
+    return Outcome(group.example, good, len(reasons), reasons[-1] if reasons else None)
