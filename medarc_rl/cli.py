@@ -49,8 +49,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG",
-        help="A TOML file, written `config.toml`, `@ config.toml` or `@config.toml`; of several `@` files the last is "
-        "strongest. Any option that is not listed below sets a key of the config: `--trainer.optim.lr 1e-6`.",
+        help="A TOML file, written `config.toml`, `@ config.toml` or `@config.toml`; of several `@` files, the last "
+        "takes precedence. Any option that is not listed below sets a key of the config: `--trainer.optim.lr 1e-6`.",
     ),
 ]
 
@@ -111,7 +111,7 @@ def _commands_instead(error: typer.TyperException) -> str:
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(
     (
         "  0        done",
-        "  1        it failed; the last line says why",
+        "  1        it failed; the last line gives the reason",
         "  2        it cannot be done as asked; one error line for each fault",
         "  128 + n  stopped by signal n: 130 Ctrl-C, 143 SIGTERM",
     )
@@ -140,10 +140,11 @@ def completion_options(
     # Eager, because they need no command.
     show_completion: Annotated[
         Shell | None,
-        typer.Option(callback=_show_completion, is_eager=True, help="Print what makes this shell complete."),
+        typer.Option(callback=_show_completion, is_eager=True, help="Print the completion script for this shell."),
     ] = None,
     install_completion: Annotated[
-        Shell | None, typer.Option(callback=_install_completion, is_eager=True, help="Install that for your user.")
+        Shell | None,
+        typer.Option(callback=_install_completion, is_eager=True, help="Install the completion script for your user."),
     ] = None,
 ) -> None:
     """The options of a program itself."""

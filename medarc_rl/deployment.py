@@ -170,7 +170,7 @@ def rl_split(given: GivenConfig[RLConfig], train: int | None, infer: int | None,
     asked = (trainer[0] if trainer else 1, servers[0] if servers else 1)
     if shares and asked != (1, 1):
         raise UsageError(
-            f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command shares one; "
+            f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command can share only one; "
             "use `rl @ CONFIG`, or give each its own, as in vllm:d4+fsdp:d4"
         )
     counts = train or asked[0], infer or asked[1]

@@ -177,7 +177,7 @@ class JobRecord:
     def from_table(cls, table: Any) -> JobRecord:
         """Raises MedarcError."""
         if not isinstance(table, dict) or table.get("format") != FORMAT:
-            raise MedarcError("no job record of this version")
+            raise MedarcError("not a job record of this version")
         known = {each.name: table[each.name] for each in fields(cls) if each.name in table}
         texts = ("key", "name", "backend", "id", "kind", "config", "output", "submitted")
         wrong = [name for name in texts if not isinstance(known.get(name), str)]

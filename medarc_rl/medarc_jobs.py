@@ -48,7 +48,7 @@ class ListOptions:
         Literal["slurm", "kubernetes", "ray", "sagemaker"] | None, Option(help="Only jobs of this back-end.")
     ] = None
     ask: Annotated[
-        bool, Option("--ask/--no-ask", help="Ask the back-ends about jobs that were not seen to have ended.")
+        bool, Option("--ask/--no-ask", help="Ask the back-ends for the state of all jobs that may not have ended.")
     ] = True
     json: Json = False
 
@@ -62,7 +62,7 @@ class StatusOptions:
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions:
     job: Job
-    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has ended.")] = False
+    follow: Annotated[bool, Option("--follow", "-f", help="Follow the output until the job has ended.")] = False
     tail: Annotated[
         int | None, Option("--tail", min=0, max=10_000_000, help="Only this many last lines; not with -f.")
     ] = None

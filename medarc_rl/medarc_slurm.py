@@ -164,7 +164,7 @@ def _job_kind(words: list[str]) -> tuple[str, list[str]]:
         others = " or ".join(kind for kind, count in unknown.items() if count == fewest)
         raise UsageError(f"{files[-1]}: a config of {others}; jobs are submitted for {' and '.join(KINDS)}")
     if len(fitting) > 1:
-        raise UsageError(f"{files[-1]}: fits both kinds of jobs: write `check sft` or `check rl` before it")
+        raise UsageError(f"{files[-1]}: could be an SFT or an RL config: write `check sft` or `check rl` before it")
     return fitting[0], words
 
 

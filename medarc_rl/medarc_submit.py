@@ -222,7 +222,7 @@ def submit(request: Request) -> int:
     if not options.wait:
         return 0
     if not is_recorded:
-        raise MedarcError("--wait needs the job log; the job goes on")
+        raise MedarcError("--wait needs the job log; the job continues")
     from medarc_rl.medarc_jobs import WaitOptions, wait_for
 
     if prepared.wait_shows_output and (code := _show_output(record)):

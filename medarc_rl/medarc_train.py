@@ -52,7 +52,8 @@ COMMANDS: Mapping[str, Lazy | Group] = {
     ),
     "upload": Lazy(
         "medarc_rl.commands.runs:upload",
-        "Upload what S3 lacks of a run: metrics, logs, checkpoints, weights, kept rollouts, receipts.",
+        "Upload the files of a run that are not on S3 yet: metrics, logs, checkpoints, weights, kept rollouts, "
+        "receipts.",
     ),
     "lm-eval": Lazy(
         "medarc_rl.lm_eval.command:lm_eval",
@@ -77,7 +78,7 @@ COMMANDS: Mapping[str, Lazy | Group] = {
             ),
             "try": Lazy(
                 "medarc_rl.environments.trying:try_",
-                "Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.",
+                "Roll out a few examples, and show the conversations and their rewards: `env try medqa --model MODEL`.",
                 options="medarc_rl.environments.options:TryOptions",
             ),
             "install": Lazy(

@@ -31,7 +31,7 @@ def test_a_prompt_is_answered_by_both_models_under_their_names() -> None:
 @pytest.mark.slow
 def test_a_model_without_a_base_is_told_once_it_is_loaded(tmp_path: Path) -> None:
     done = chat(CHECKPOINT, "--prompt", "a", "--max-tokens", "2", "--device", "cpu")
-    assert (done.returncode, done.stderr) == (0, "warning: no base model answers: name one with --base\n")
+    assert (done.returncode, done.stderr) == (0, "warning: chatting without the base model: name one with --base\n")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     done = chat(tmp_path, "--prompt", "a", "--device", "cpu")

@@ -134,7 +134,7 @@ def test_every_broken_reward_and_row_is_named() -> None:
     assert "it returned nan instead of a finite number" in rows["fail", "reward function not_a_number"]
     assert "it returned good instead of a finite number" in rows["fail", "reward function words"]
     assert "the same answer earns" in rows["fail", "reward function different"]
-    assert "a model will find it" in rows["fail", "reward: all answers at once"]
+    assert "a model will learn to exploit it" in rows["fail", "reward: all answers at once"]
     assert "2 prompts of the evaluation (100%) are trained on" in rows["fail", "dataset: leaks"]
     assert "1 prompts occur with different answers" in rows["fail", "dataset: train"]
     assert "IndexError: list index out of range (answer: no message; row 0)" in rows["warn", "reward function contains"]
@@ -221,11 +221,11 @@ def test_packages_that_are_made_pass_the_check(kind: str, place: Path, monkeypat
         ("Med QA", "use lower case letters, digits and single dashes, such as med-qa"),
         ("../up", "use lower case letters, digits and single dashes, such as up"),
         ("a\x1b[31m", "NAME 'a\\x1b[31m': use lower case"),
-        ("json", "Python has a module of this name; choose another"),
-        ("class", "Python has a module of this name; choose another"),
+        ("json", "Python has a module with this name; choose another"),
+        ("class", "Python has a module with this name; choose another"),
         ("reverse-text", "a module 'reverse_text' is installed already"),
-        ("rows", "medarc-rl has an environment of this name, which it would hide"),
-        ("rubric", "medarc-rl has an environment of this name, which it would hide"),
+        ("rows", "medarc-rl has a built-in environment with this name"),
+        ("rubric", "medarc-rl has a built-in environment with this name"),
         ("x" * 51, "use lower case letters"),
     ],
 )
@@ -241,7 +241,10 @@ def test_nothing_is_overwritten(place: Path) -> None:
     (place / "mine").mkdir()
     (place / "mine" / "notes.txt").write_text("keep")
     result = env("new", "mine")
-    assert (result.exit_code, result.stderr) == (2, "error: mine exists already, and is left as it is\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: mine already exists and was not changed: choose another NAME or --directory\n",
+    )
     assert [path.name for path in (place / "mine").iterdir()] == ["notes.txt"]
 
 
@@ -252,7 +255,7 @@ def test_nothing_is_overwritten(place: Path) -> None:
         (("check", "Reasoning_Gim"), "or correct the id (did you mean 'reasoning-gym'?)"),
         (("check", "./nowhere"), "PATH: ./nowhere does not exist"),
         (("check", "reverse-text", "--form", "x"), "--form has no {answer}"),
-        (("check", "reverse-text", "--args", "["), "--args is no JSON"),
+        (("check", "reverse-text", "--args", "["), "--args is not JSON"),
         (("check", "reverse-text", "--args", "[]"), "--args must be a JSON object"),
         (("check", "openenv", "--args", '{"url": "localhost"}'), "--args: url = 'localhost': give a base URL such as"),
         (("check", "reverse-text", "--model", "."), "--model: . has no tokenizer.json"),

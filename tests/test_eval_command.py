@@ -58,7 +58,7 @@ def test_options_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_anything_the_environment_is_asked_for() -> None:
     result = invoke()
     assert result.exit_code == 2
-    assert result.stderr == "error: this command: no environment: name one with `environment_ids` or [[env]]\n"
+    assert result.stderr == "error: this command: there is no environment: give one with `environment_ids` or [[env]]\n"
 
 
 @pytest.mark.parametrize(

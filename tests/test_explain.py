@@ -125,7 +125,7 @@ def test_only_defaults_are_left_out_unless_asked_for(files: Path) -> None:
         ("gone.toml", "gone.toml: no such file"),
         ("", "no config: name a TOML file or the directory of a run, as in `explain config.toml`"),
         ("middle.toml a b", "one KEY at a time (got a and b)"),
-        ("empty", "empty is no run: it has no configs/rl.toml, sft.toml or eval.toml"),
+        ("empty", "empty is not the directory of a run: it has no configs/rl.toml, sft.toml or eval.toml"),
         ("middle.toml --trainer.optim.lr x", "--trainer.optim.lr: should be a number, unable to parse string as a"),
     ],
 )

@@ -73,8 +73,8 @@ def test_a_record_is_one_private_file_that_reads_back_equal(log: JobLog) -> None
         (b'{"format": 1, "key": "a', "damaged"),
         (b"\xff\x00", "damaged"),
         (b"[" * 100_000, "damaged"),
-        (b"[]", "no job record of this version"),
-        (b'{"format": 2}', "no job record of this version"),
+        (b"[]", "not a job record of this version"),
+        (b'{"format": 2}', "not a job record of this version"),
         (b'{"format": 1, "key": 7}', "key is missing or of another type"),
         (b" " * (1 << 20) + b"{}", "larger than 1 MiB"),
     ],
@@ -293,4 +293,4 @@ def test_a_job_of_another_versions_back_end_is_one_line(log: JobLog) -> None:
     log.save(a_job(backend="mainframe"))
     result = jobs("status", "last")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "this version knows" in result.stderr
+    assert "known back-ends are" in result.stderr

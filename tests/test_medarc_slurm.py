@@ -67,7 +67,7 @@ def test_medarc_submit_to_slurm_is_the_same_submission(stand_ins, rl_toml: Path,
     assert (again.exit_code, (out / "rl.sh").read_text()) == (0, script), again.output
     assert "Submitted batch job 42" in again.stdout
     refused = CliRunner().invoke(medarc_submit.app, ["eval", "--to", "slurm"])
-    assert (refused.exit_code, refused.stderr.startswith("error: --to slurm: takes sft and rl")) == (2, True)
+    assert (refused.exit_code, refused.stderr.startswith("error: --to slurm: submits only sft and rl")) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_the_number_of_a_job_is_the_one_that_sbatch_says(
     assert result.exit_code == 0, result.output
     logs = [line for line in result.stdout.splitlines() if line.startswith("log: ")]
     assert logs == ([] if job_id is None else [f"log: {tmp_path}/out/slurm/job_{job_id}.log"])
-    assert ("sbatch did not say the number" in result.stderr) == (job_id is None)
+    assert ("sbatch printed no job number" in result.stderr) == (job_id is None)
 
 
 def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_without_slurm_the_artifacts_stay(rl_toml: Path, tmp_path: Path, monkeyp
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         "error: sbatch: not found: submit where Slurm is, or run here with medarc_train",
-        f"error: nothing was submitted; the script stays: {tmp_path}/out/rl.sh",
+        f"error: nothing was submitted; the script is {tmp_path}/out/rl.sh",
     ]
     assert (tmp_path / "out" / "rl.sh").is_file()
 

@@ -109,7 +109,7 @@ def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alo
             "--trainer.scheduler.type cosine --trainer.scheduler.warmup-steps 9",
             "above scheduler.warmup_steps = 9",
         ),
-        ("sft", "--tokenizer.chat-template nowhere.jinja", "no such file, and no Jinja text"),
+        ("sft", "--tokenizer.chat-template nowhere.jinja", "no such file, and not Jinja text"),
         ("sft", "--val.data.name nowhere.jsonl", "val.data.name = nowhere.jsonl: no such file"),
         pytest.param(
             "rl",

@@ -109,7 +109,7 @@ def test_line_ends_stay_as_they_are(old: Path, tmp_path: Path) -> None:
 def test_the_command_that_the_file_is_for_can_be_named(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("max_steps = 3\n", encoding="utf-8")
-    assert "name the command with --as" in run(file).stderr
+    assert "give the command with --as" in run(file).stderr
     assert run(file, "--as", "sft").exit_code == 0
     assert run(file, "--as", "nothing").exit_code == 2
 
@@ -121,10 +121,10 @@ def test_the_command_that_the_file_is_for_can_be_named(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", ": not UTF-8 text (byte 0)"),
         (b"{}", ":1:1: not TOML: Invalid statement"),
         (b"a = " + b"[" * 20_000 + b"]" * 20_000, ": tables or lists are nested too deeply"),
-        (b"a." * 2_000 + b"a = 1", f": {'a.' * 30}...: more than 64 tables and lists in each other"),
+        (b"a." * 2_000 + b"a = 1", f": {'a.' * 30}...: more than 64 levels of nested tables and lists"),
         (b"# " + b"x" * 300_000, ": more than 64 KiB: not a config"),
         (b"a = [" + b"1," * 3000 + b"]", ": more than 1000 values: not a config"),
-        (b"", ": none of its keys belongs to a PRIME-RL command: name the command with --as"),
+        (b"", ": no PRIME-RL command has any of its keys: give the command with --as, such as --as rl"),
         (b"max_steps = 1\nmax_steps = 2\n", ":2:14: not TOML: Cannot overwrite a value"),
     ],
     ids=["no value", "not UTF-8", "JSON", "deep list", "deep key", "huge", "long", "empty", "twice"],

@@ -173,7 +173,7 @@ def test_settings_that_depend_on_each_other(kind: str, old: str, new: str, tmp_p
 def test_a_file_that_several_commands_could_read_is_not_guessed_at(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text('max_steps = 3\n[model]\nname = "x"\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"some\.toml: its keys fit .*sft.* and .*: name the command with --as"):
+    with pytest.raises(UsageError, match=r"some\.toml: its keys belong to .*sft.* and .*: choose one with --as"):
         migrate(file)
     assert migrate(file, "sft").complete
 
@@ -181,7 +181,7 @@ def test_a_file_that_several_commands_could_read_is_not_guessed_at(tmp_path: Pat
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text('[project]\nname = "x"\n[tool.ruff]\nline-length = 120\n', encoding="utf-8")
-    with pytest.raises(UsageError, match="none of its keys belongs to a PRIME-RL command"):
+    with pytest.raises(UsageError, match="no PRIME-RL command has any of its keys"):
         migrate(file)
 
 

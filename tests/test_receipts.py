@@ -118,7 +118,9 @@ def test_rl_of_an_adapter_is_resumed_and_its_receipt_says_what_was_saved_and_tha
     found = receipt(paths, 2)
     assert (found["step"], found["outcome"]) == (1, "complete")
     assert found["gpus"] == {}
-    assert found["passed_over"] == [f"the trainer's step 2 has no counterpart {paths.orchestrator.checkpoint(2)}"]
+    assert found["passed_over"] == [
+        f"the trainer's step 2 has no matching checkpoint of the orchestrator, {paths.orchestrator.checkpoint(2)}"
+    ]
     assert f"warning: resuming from step 1: {found['passed_over'][0]}" in shown
     assert "Resumed at step 1" in paths.log("orchestrator").read_text()
     assert adapters_served(paths) == [1, 1, 2]

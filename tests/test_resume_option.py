@@ -57,7 +57,7 @@ def test_every_command_refuses_what_cannot_be_resumed(app, kind: str, request, p
     nothing = dry_run(app, kind, request, paths, "--resume", "latest")
     assert nothing.exit_code == 2
     (line,) = errors(nothing)
-    assert line.startswith(f"error: there is nothing to resume: {paths.checkpoints} has no complete checkpoint; ")
+    assert line.startswith(f"error: nothing to resume: {paths.checkpoints} has no complete checkpoint; ")
 
     save(paths, 2, 4, 8)
     absent = dry_run(app, kind, request, paths, "--resume", 5)

@@ -290,7 +290,9 @@ def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(waiting_stage: S
     _, stderr = launcher.communicate()
     assert launcher.returncode == 128 + signum
     by = "Ctrl-C" if signum is signal.SIGINT else signum.name
-    assert stderr == f"stopped by {by}\nnothing was saved to continue from: [ckpt] is not set\n"
+    assert (
+        stderr == f"stopped by {by}\nno checkpoint was saved, because [ckpt] is not set: the run cannot be continued\n"
+    )
     waiting_stage.wait_until_all_are_gone()
     assert waiting_stage.left() == []
 

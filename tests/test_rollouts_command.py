@@ -132,8 +132,8 @@ def test_tools_long_texts_errors_and_hostile_characters(run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--step", "5"], "--step 5: no rollouts of this step are kept; there are those of 0-1, 20"),
-        (["--eval", "9"], "--eval 9: no rollouts of this evaluation are kept; there are those of 8"),
+        (["--step", "5"], "--step 5: no rollouts of this step are kept, only those of 0-1, 20"),
+        (["--eval", "9"], "--eval 9: no rollouts of this evaluation are kept, only those of 8"),
         (["--step", "-1"], "--step '-1' is neither a number nor `last` nor `all`"),
         (["--step", "\x1b[31m"], "--step '\\x1b[31m' is neither a number nor `last` nor `all`"),
         (["--step", "1", "--eval", "8"], "give only one of --step and --eval"),

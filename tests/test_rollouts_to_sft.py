@@ -95,7 +95,7 @@ def test_good_rollouts_of_training_are_exported_once_and_the_others_are_counted(
     ):
         assert line in result.stdout
     again = export(file, run, "--min-reward", 1)
-    assert (again.exit_code, "there is such a file already" in again.stderr) == (2, True)
+    assert (again.exit_code, "this file already exists" in again.stderr) == (2, True)
 
 
 def test_the_printed_command_has_a_config_and_the_start_that_the_user_typed(
@@ -130,7 +130,7 @@ def test_evaluations_are_exported_only_when_asked_for(run: Path, tmp_path: Path)
     ("words", "fault"),
     [
         ([], "--to-sft needs --min-reward"),
-        (["--min-reward", "9"], "no rollout is left of 0 with a reward of at least 9"),
+        (["--min-reward", "9"], "of 0, none has a reward of at least 9"),
         (["--min-reward", "1", "--json", "--best", "2"], "--to-sft excludes --json, --best"),
         (["--min-reward", "nan"], "--min-reward is not a number"),
     ],
@@ -143,7 +143,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(run: Path, tmp_path: Path, wor
 
 
 def test_several_runs_and_a_number_per_prompt_are_for_the_export(run: Path) -> None:
-    for words, fault in (([run, run], "give one RUN; only --to-sft"), ([run, "--per-prompt", "2"], "is for --to-sft")):
+    for words, fault in (
+        ([run, run], "give one RUN; only --to-sft"),
+        ([run, "--per-prompt", "2"], "works only with --to-sft"),
+    ):
         result = CliRunner().invoke(app, ["rollouts", *map(str, words)])
         assert (result.exit_code, fault in result.stderr) == (2, True)
 

@@ -61,7 +61,7 @@ def test_the_page_s_commands_do_what_it_says(s3: S3, place: S3Name) -> None:
     shown = CliRunner().invoke(app, [*start, "--model.name", "s3://bucket/models/none"])
     assert shown.exit_code == 2
     assert shown.output.endswith(
-        "error: model.name: s3://bucket/models/none: nothing is there, neither an object nor a prefix with objects\n"
+        "error: model.name: s3://bucket/models/none: there is no object and no prefix with this name\n"
     )
     assert "outputs" not in [path.name for path in Path.cwd().iterdir()] or not list(Path("outputs").rglob("logs"))
 
@@ -100,7 +100,7 @@ def test_weights_on_s3_are_copied_for_an_evaluation(s3: S3, place: S3Name) -> No
     local_weights(str(place), None, lines.append)
     assert sum("weights/step_4" in line for line in lines) == 1, "it is here"
     assert Path(local_weights("s3://bucket/models/Qwen3-0.6B", None, lines.append), "config.json").is_file()
-    with pytest.raises(UsageError, match="nothing is there"):
+    with pytest.raises(UsageError, match="there is no object"):
         local_weights("s3://bucket/models/none", None, lines.append)
     words = ["lm-eval", str(place), "--tasks", "x", "--watch"]
     shown = CliRunner().invoke(app, words)

@@ -283,7 +283,7 @@ def test_what_slurm_refuses_is_told_in_its_own_words(slurm, sft_toml: Path, tmp_
     result = submit("sft", sft_toml, "--partition", "nowhere", "--output-dir", tmp_path / "out")
     assert result.exit_code == 1
     assert "invalid partition specified: nowhere" in result.stderr
-    assert result.stderr.splitlines()[-1] == f"error: nothing was submitted; the script stays: {tmp_path}/out/sft.sh"
+    assert result.stderr.splitlines()[-1] == f"error: nothing was submitted; the script is {tmp_path}/out/sft.sh"
     assert (tmp_path / "out" / "sft.sh").is_file()
 
 
@@ -329,7 +329,7 @@ def test_a_requeued_run_ends_with_the_weights_of_an_undisturbed_one(slurm, tmp_p
     job = slurm.wait_for_end(job_id)
     log = Path(job["StdOut"]).read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), log
-    assert f"requeueing job {job_id}, for the 1. of at most 20 times" in log
+    assert f"requeueing job {job_id} (1 of at most 20 times)" in log
     assert f"job {job_id}, attempt 2, on " in log
     assert "SIGUSR1 passed on to trainer" in log, "a touched file saves a checkpoint"
     weights = [out / "weights" / "step_40" / "model.safetensors" for out in (disturbed, undisturbed)]

@@ -115,7 +115,7 @@ CASES = {
         {"model/config.json": CONFIG},
     ),
     "chat template that is not there": Case(
-        "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and no Jinja text"
+        "sft", "--tokenizer.chat-template {dir}/chat.jinja", "chat.jinja': no such file, and not Jinja text"
     ),
     "chat template with a spelling mistake": Case(
         "rl",
@@ -124,12 +124,12 @@ CASES = {
         {"chat.jinja": "{{ messages }}"},
     ),
     "chat template of the engine that is not there": Case(
-        "rl", "--inference.model.chat-template chatm1", "no such file, and no Jinja text"
+        "rl", "--inference.model.chat-template chatm1", "no such file, and not Jinja text"
     ),
     "chat template of an evaluation that is no template": Case(
         "eval",
         "--inference.model.chat-template {dir}/chat.jinja",
-        "chat.jinja': the file holds no Jinja text",
+        "chat.jinja': the file is not Jinja text",
         {"chat.jinja": "<|im_start|>user {message}"},
     ),
     "output directory below a file": Case("sft", "--output-dir {dir}/no/out", "no is not a directory", {"no": ""}),
@@ -147,7 +147,7 @@ CASES = {
     "step without its part of the orchestrator": Case(
         "rl",
         "--output-dir {dir}/run --ckpt.resume-step 2",
-        "no counterpart {dir}/run/run_default/checkpoints/step_2/orchestrator: resume from 1",
+        "checkpoint of the orchestrator, {dir}/run/run_default/checkpoints/step_2/orchestrator: resume from 1",
         {
             "run/checkpoints/step_1/STABLE": "",
             "run/checkpoints/step_2/STABLE": "",
@@ -239,7 +239,7 @@ CASES = {
     "folder of a quantized model": Case(
         "rl",
         "--model.name {dir}/model",
-        "its weights are quantized (fp8), which training does not support: name its version in bfloat16 or float32",
+        "its weights are quantized (fp8), which training does not support: use its version in bfloat16 or float32",
         {
             "model/config.json": '{"vocab_size": 8, "quantization_config": {"quant_method": "fp8"}}',
             "model/tokenizer.json": "{}",
@@ -247,7 +247,7 @@ CASES = {
         },
     ),
     "two environments of one name": Case(
-        "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "are called 'reverse-text'"
+        "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"
     ),
 }
 PROGRAMS = ("medarc_train", "medarc_slurm", "engine")

@@ -56,7 +56,7 @@ class SlurmRequest:
         ),
     ] = False
     max_requeues: Annotated[
-        int, Option(min=1, max=1000, help="How often the job starts again, for whatever reason, before it ends itself.")
+        int, Option(min=1, max=1000, help="Maximum number of restarts of the job, for any reason.")
     ] = MAX_REQUEUES
     signal_before: Annotated[
         int | None,
@@ -84,7 +84,7 @@ class SlurmJobOptions(SlurmRequest):
         Option(help="File of bash commands that the job reads first, as `module load cuda` or `conda activate x`."),
     ] = None
     container: Annotated[
-        str | None, Option(help="Image to run in, instead of the project's .venv; it has this package installed.")
+        str | None, Option(help="Image to run in instead of the project's .venv. It must have this package installed.")
     ] = None
     container_runtime: Annotated[str, Option(help=f"{' or '.join(RUNTIMES)}.")] = RUNTIMES[0]
     container_mount: Annotated[
@@ -93,7 +93,7 @@ class SlurmJobOptions(SlurmRequest):
     hf_cache_dir: Annotated[
         Path | None, Option(help="Hugging Face cache; by default $HF_HOME, else <project dir>/.hf_cache.")
     ] = None
-    hf_hub_offline: Annotated[bool, Option(help="Let the job only read the cache.")] = False
+    hf_hub_offline: Annotated[bool, Option(help="Let the job use only the cache and download nothing.")] = False
     auto_auth: Annotated[
         bool, Option(help="Give the job HF_TOKEN, from the environment or the local Hugging Face login.")
     ] = False
@@ -141,7 +141,10 @@ class ContainerOptions:
 
     env: Annotated[
         list[str],
-        Option(metavar="NAME=VALUE", help="kubernetes, sagemaker: variable of the job, no secret; may be repeated."),
+        Option(
+            metavar="NAME=VALUE",
+            help="kubernetes, sagemaker: environment variable of the job, not for secrets; may be repeated.",
+        ),
     ] = field(default_factory=list)
     secret_env: Annotated[
         list[str],
@@ -197,7 +200,7 @@ class KubernetesOptions(ContainerOptions):
     )
     user_id: Annotated[int, Option(min=1, max=2_147_483_647, help="kubernetes: user and group id in the pod.")] = 1000
     retries: Annotated[
-        int, Option(min=0, max=100, help="kubernetes: how often a pod that failed or was evicted starts again.")
+        int, Option(min=0, max=100, help="kubernetes: maximum number of restarts after a pod failed or was evicted.")
     ] = 3
     keep: Annotated[
         int, Option(min=0, max=31_536_000, metavar="SECONDS", help="kubernetes: delete the ended job after this time.")
@@ -217,7 +220,8 @@ class RayOptions:
         Option(metavar="HOST:PORT", help="ray: address of a running cluster; without it, one on this machine."),
     ] = None
     ray_strategy: Annotated[
-        Strategy, Option(help="ray: place the run's nodes on few machines of the cluster, or on many.")
+        Strategy,
+        Option(help="ray: place the run's nodes on as few machines of the cluster as possible, or spread them."),
     ] = "pack"
 
 
@@ -280,11 +284,18 @@ class SageMakerOptions(AccountOptions, ContainerOptions):
     instance_type: Annotated[str | None, Option(help="sagemaker: type of the instance, as ml.g5.2xlarge.")] = None
     volume_gb: Annotated[int, Option(help="sagemaker: disk of the instance, in GB.")] = 100
     spot: Annotated[
-        bool, Option("--spot", help="sagemaker: take spare capacity; the run saves and continues when it is lost.")
+        bool,
+        Option(
+            "--spot",
+            help="sagemaker: use spot capacity; if AWS reclaims it, the run saves a checkpoint and continues later.",
+        ),
     ] = False
     max_wait: Annotated[
         int | None,
-        Option(metavar="SECONDS", help="sagemaker: with --spot, longest time in all; by default twice --deadline."),
+        Option(
+            metavar="SECONDS",
+            help="sagemaker: with --spot, maximum total time, waiting included; by default twice --deadline.",
+        ),
     ] = None
     tag: Annotated[list[str], Option(metavar="NAME=VALUE", help="sagemaker: tag of the job; may be repeated.")] = field(
         default_factory=list
@@ -292,11 +303,17 @@ class SageMakerOptions(AccountOptions, ContainerOptions):
     project_dir: Annotated[Path, Option(help="sagemaker: directory that is sent and that the job runs in.")] = Path()
     include: Annotated[
         list[str],
-        Option(metavar="PATH", help="sagemaker: send this, though an ignore file names it; may be repeated."),
+        Option(
+            metavar="PATH",
+            help="sagemaker: send this file or directory even if an ignore file lists it; may be repeated.",
+        ),
     ] = field(default_factory=list)
-    max_upload_mb: Annotated[int, Option(min=1, max=100_000, help="sagemaker: refuse a larger project.")] = 256
+    max_upload_mb: Annotated[
+        int, Option(min=1, max=100_000, help="sagemaker: maximum size of the project's files.")
+    ] = 256
     build: Annotated[
-        bool, Option("--build", help="sagemaker: build the image with docker and push it to ECR, unless it is there.")
+        bool,
+        Option("--build", help="sagemaker: build the image with docker and push it to ECR, unless ECR already has it."),
     ] = False
     build_extra: Annotated[
         list[str], Option(help="sagemaker: extra of this package in the image of --build, as vllm; may be repeated.")

@@ -196,7 +196,7 @@ _CLASSES = {
 def backend(name: str) -> Backend[Any]:
     """A back-end by its name in `--to` or in the job log. Raises UsageError for one that this version does not have."""
     if name not in _CLASSES:
-        raise UsageError(f"back-end {name!r}: this version knows {', '.join(_CLASSES)}")
+        raise UsageError(f"back-end {name!r}: known back-ends are {', '.join(_CLASSES)}")
     module, _, cls = _CLASSES[name].partition(":")
     found: Backend[Any] = getattr(importlib.import_module(module), cls)()
     return found

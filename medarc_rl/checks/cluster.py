@@ -100,7 +100,9 @@ def _account_row(account: str | None, partitions: list[Properties]) -> Row:
     if len(refusing) == len(partitions):
         names = ", ".join(map(_name, refusing))
         return failed("account", f"{account} may not use {names}: choose another --account or --partition")
-    return ok("account", f"{account}; whether you belong to it, sbatch --test-only says where accounts are enforced")
+    return ok(
+        "account", f"{account}; sbatch --test-only shows whether you may use it, if the cluster enforces accounts"
+    )
 
 
 def _admits(partition: Properties, account: str) -> bool:
@@ -123,7 +125,7 @@ def _gpu_row(job: BatchJob, partitions: list[Properties], nodes: list[Properties
         few = f"{len(in_service)} of {len(members)} nodes in {where} have {job.gpus} GPUs and are in service"
         return failed("gpus", f"{job.nodes} nodes asked for; {few}")
     of = "one node" if job.nodes == 1 else f"each of {job.nodes} nodes"
-    return ok("gpus", f"{job.gpus} of {of}; {len(in_service)} of {len(members)} nodes in {where} have as many")
+    return ok("gpus", f"{job.gpus} of {of}; {len(in_service)} of {len(members)} nodes in {where} have enough")
 
 
 # Partitions and nodes.
@@ -181,7 +183,7 @@ def memory_row(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, pla
         return unknown(WHAT, str(error).removeprefix("--estimate: ").replace("`hf download", downloads))
     found = verdict_line(answer.estimate, answer.change)
     if config_device(config) == "cpu":
-        return unknown(WHAT, f"{found.partition(': ')[2]}; on a CPU, and the memory of its node is not asked for")
+        return unknown(WHAT, f"{found.partition(': ')[2]}; on a CPU; not compared with the node's memory")
     if gpu is None:
         return unknown(WHAT, f"{found}; Slurm does not say which GPU: compare with --estimate --gpu NAME")
     state = failed if answer.estimate.verdict == "does not fit" else ok

@@ -76,7 +76,7 @@ class HubAccess:
     def _remote_row(self, kind: str, name: str, state: str) -> Row:
         missing = f"{name}: {state} the cache {self.cache}{self._elsewhere(kind, name)}"
         if self.offline:
-            return failed(kind, f"{missing}, and --hf-hub-offline forbids to download it")
+            return failed(kind, f"{missing}, and --hf-hub-offline forbids downloading it")
         env = {**self.env, "HF_HUB_OFFLINE": "0", "PYTHONUNBUFFERED": "1"}
         try:
             answer = ask([sys.executable, "-m", LOOKUP, kind, name], HUB_LIMIT_S, env)
@@ -299,7 +299,7 @@ def _container_row(container: Container) -> Row:
     image = Path(container.image)
     if image.suffix in (".sif", ".sqsh") and not image.is_file():
         return failed("container", f"{image}: no such file")
-    return unknown("container", f"{container.image}: what it holds shows in the job")
+    return unknown("container", f"{container.image}: its contents are not checked before the job starts")
 
 
 def _environment_rows(config: OrchestratorConfig | OfflineEvalConfig, place: Place) -> Iterator[Row]:

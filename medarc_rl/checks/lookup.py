@@ -36,9 +36,12 @@ def _count_of_files(kind: str, name: str) -> int:
         files = info(name, timeout=TIMEOUT_S).siblings
         api.auth_check(name, repo_type=kind)
     except GatedRepoError:
-        raise MedarcError(f"the hub gives it only to users whom its owner admitted; {_token()}") from None
+        raise MedarcError(
+            "access on the hub is restricted: request it on the repository's page, and use that account's token; "
+            f"{_token()}"
+        ) from None
     except RepositoryNotFoundError:
-        raise MedarcError(f"the hub has no such {kind}, or it is private; {_token()}") from None
+        raise MedarcError(f"the hub has no {kind} with this name, or it is private; {_token()}") from None
     except HFValidationError as error:
         raise MedarcError(f"it is not a hub id: {error}") from None
     except (HTTPError, OSError) as error:

@@ -29,7 +29,7 @@ class PasskOptions:
     attempts: Annotated[
         int | None, Option(min=1, help="Attempts at each prompt; by default rollouts_per_example of the config.")
     ] = None
-    threshold: Annotated[float, Option(help="Least reward of a right answer.")] = 1.0
+    threshold: Annotated[float, Option(help="Minimum reward of a correct answer.")] = 1.0
     step: Annotated[int | None, Option(min=0, help="Weights to count, if those of several steps were measured.")] = None
     env: Annotated[str | None, Option(metavar="NAME", help="Only this environment.")] = None
     table: Annotated[
@@ -76,7 +76,10 @@ def _refuse_useless(options: PasskOptions) -> None:
     if low is not None and high is not None and low > high:
         raise UsageError(f"--min-pass-rate {low:g} is above --max-pass-rate {high:g}")
     if options.curriculum is None and (low is not None or high is not None):
-        raise UsageError("--min-pass-rate and --max-pass-rate choose the prompts of --curriculum: name that file, too")
+        raise UsageError(
+            "--min-pass-rate and --max-pass-rate choose the prompts that are written to --curriculum: give that file, "
+            "too"
+        )
 
 
 def _plan(config: OfflineEvalConfig, options: PasskOptions) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def trace(options: TraceOptions) -> int:
 class UploadOptions:
     run: Annotated[Path, Argument(metavar="RUN", help="The run's directory.")]
     to: Annotated[
-        str | None, Option(metavar="s3://BUCKET/PREFIX", help="Where to; by default where the run was copied before.")
+        str | None,
+        Option(metavar="s3://BUCKET/PREFIX", help="Where to upload to; by default where the run was copied before."),
     ] = None
     no_samples: Annotated[bool, Option("--no-samples", help="Leave out kept rollouts and results of evaluations.")] = (
         False
@@ -64,7 +65,7 @@ class UploadOptions:
 
 
 def upload(options: UploadOptions) -> int:
-    """Upload what S3 lacks of a run: metrics, logs, checkpoints, weights, kept rollouts, receipts.
+    """Upload the files of a run that are not on S3 yet: metrics, logs, checkpoints, weights, kept rollouts, receipts.
 
     Nothing is deleted on S3. Exit code: 0 if everything is there, 1 if something is missing.
     """
@@ -95,11 +96,11 @@ INTERRUPTED = 130
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     run: Annotated[Path, Argument(metavar="RUN", help="The run's directory, also one that another machine writes.")]
-    once: Annotated[bool, Option("--once", help="Print the state of this moment and stop.")] = False
+    once: Annotated[bool, Option("--once", help="Print the current state and stop.")] = False
     json: Annotated[
         bool, Option("--json", help="Print JSON: with --once one object, otherwise one in a line for each change.")
     ] = False
-    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0
+    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two checks.")] = 1.0
 
 
 def watch(options: WatchOptions) -> int:
@@ -107,7 +108,7 @@ def watch(options: WatchOptions) -> int:
 
     On a terminal, a live view; otherwise one line for each new step, then the final state. Only the files in RUN are
     read. Ctrl-C ends watching, not the run. Exit code: 0 if the run is complete, or goes on (--once); 1 if it failed,
-    stopped or was killed, or its end is unknown; 2 if RUN is no run; 130 after Ctrl-C.
+    stopped or was killed, or its end is unknown; 2 if RUN is not the directory of a run; 130 after Ctrl-C.
     """
     from medarc_rl.stored import local_run
     from prime_rl.configs.storage import is_on_s3

@@ -83,11 +83,11 @@ def install(options: InstallOptions) -> int:
     if options.own and options.shared:
         raise UsageError("--own and --shared exclude each other: give one")
     if options.shared and options.python is not None:
-        raise UsageError("--python chooses an interpreter of its own: leave out --shared")
+        raise UsageError("--python creates a separate interpreter: leave out --shared")
     registry = Registry()
     kind: Kind = "own" if options.own or options.python is not None else "shared" if options.shared else "fitting"
     installed = install_into(registry, source_of(options.source, options.copy), kind, options.python)
-    where = f"an interpreter of its own ({installed.python})" if installed.python else "the run's interpreter"
+    where = f"a separate interpreter ({installed.python})" if installed.python else "the run's interpreter"
     say(f"installed {installed.id} {installed.version} into {where}, verifiers {installed.verifiers}")
     say(f"next: {command_prefix(os.environ)}medarc_train env check {installed.id}")
     return 0
@@ -155,7 +155,7 @@ def _install(source: Source, kind: Kind, python: str | None, registry: Registry)
             found = _found(module, Path(sys.executable), final)
         else:
             for misfit in misfits:
-                warn(f"{package.name} {misfit}: it gets an interpreter of its own")
+                warn(f"{package.name} {misfit}: it gets a separate interpreter")
             found = _found(module, _own_interpreter(uv, final, package, source, python))
         file = _file_of(module, package, found)
     except BaseException:

@@ -41,7 +41,9 @@ def new(options: NewOptions) -> int:
     try:
         _write(options, target)
     except FileExistsError as error:
-        raise UsageError(f"{one_line(str(target))} exists already, and is left as it is") from error
+        raise UsageError(
+            f"{one_line(str(target))} already exists and was not changed: choose another NAME or --directory"
+        ) from error
     except OSError as error:
         raise MedarcError(f"{one_line(str(error.filename))}: {error.strerror}") from error
     for file in sorted(target.iterdir()):
@@ -58,11 +60,9 @@ def _check_name(name: str) -> None:
         advice = f", such as {near}" if NAME.fullmatch(near) else ""
         raise UsageError(f"NAME '{shown}': use lower case letters, digits and single dashes{advice}")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
-        raise UsageError(f"NAME '{shown}': Python has a module of this name; choose another")
+        raise UsageError(f"NAME '{shown}': Python has a module with this name; choose another")
     if is_built_in(name):
-        raise UsageError(
-            f"NAME '{shown}': medarc-rl has an environment of this name, which it would hide; choose another"
-        )
+        raise UsageError(f"NAME '{shown}': medarc-rl has a built-in environment with this name; choose another")
     try:
         taken = Registry().find(name)
     except UserError as fault:

@@ -50,7 +50,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TryOptions:
-    """Roll out a few examples, and show what was said and what it earned: `env try medqa --model MODEL`.
+    """Roll out a few examples, and show the conversations and their rewards: `env try medqa --model MODEL`.
 
     Evaluation rows are used, or training rows if there are none.
     """
@@ -85,14 +85,17 @@ class TryOptions:
 class InstallOptions:
     """Install an environment for this user's runs: `env install ./medqa`. Its id then works in every config.
 
-    If the run's interpreter has what it requires, it runs there; otherwise it gets an interpreter of its own.
+    If the run's interpreter meets its requirements, it is installed there, otherwise into a separate interpreter.
     """
 
     source: Annotated[str, Argument(metavar="PATH|PACKAGE", help="Directory of a package, a wheel, or a requirement.")]
-    own: Annotated[bool, Option("--own", help="Give it an interpreter of its own, also if it would fit.")] = False
-    shared: Annotated[bool, Option("--shared", help="Put it into the run's interpreter, or fail.")] = False
+    own: Annotated[
+        bool, Option("--own", help="Install it into a separate interpreter, even if the run's would do.")
+    ] = False
+    shared: Annotated[bool, Option("--shared", help="Install it into the run's interpreter, or fail.")] = False
     python: Annotated[
-        str | None, Option(metavar="VERSION", help="Python of its own interpreter: `3.12`, or a path.")
+        str | None,
+        Option(metavar="VERSION", help="Python of the separate interpreter: a version such as `3.12`, or a path."),
     ] = None
     copy: Annotated[bool, Option("--copy", help="Copy a directory. Without it, later changes in PATH take effect.")] = (
         False

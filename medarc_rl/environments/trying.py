@@ -104,7 +104,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--args is no JSON: {one_line(str(error))}") from error
+        raise UsageError(f"--args is not JSON: {one_line(str(error))}") from error
     if not isinstance(arguments, dict):
         raise UsageError('--args must be a JSON object: \'{"split": "test"}\'')
     return arguments
@@ -172,7 +172,7 @@ def _follow(descriptor: int, limit_s: float, findings: Findings) -> str:
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
         if not ready:
-            return f"{trying}: it does not end within {limit:g} s"
+            return f"{trying}: it did not end within {limit:g} s"
         chunk = os.read(descriptor, 1 << 16)
         if not chunk:
             return trying
@@ -214,7 +214,7 @@ def try_(options: TryOptions) -> int:
     if options.html is not None and options.html.is_dir():
         raise UsageError(f"--html {options.html} is a directory: name a file")
     if options.base_url is not None and options.chat_template is not None:
-        raise UsageError("--chat-template: the server at --base-url has its own")
+        raise UsageError("--chat-template: the server at --base-url uses its own template; leave the option out")
     arguments = arguments_of(options.args)
     with installed(options.environment, arguments) as (env, variables), scratch_directory("env-try") as scratch:
         file, out = scratch / "try.toml", scratch / "out"

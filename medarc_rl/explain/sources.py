@@ -86,7 +86,10 @@ class Source:
             if not word.startswith("-") and Path(word).is_dir():
                 rest = [*words[:index], *words[index + 1 :]]
                 if len(rest) > 1 or any(each.startswith("-") for each in rest):
-                    raise UsageError(f"{word} is the directory of a run, whose values are settled: give at most a KEY")
+                    raise UsageError(
+                        f"{word} is the directory of a run, whose config is fixed: give at most one KEY after it, and "
+                        "no options"
+                    )
                 return cls.of_run(Path(word), rest[0] if rest else None)
         return cls.of_config(words, kind)
 
@@ -106,7 +109,7 @@ class Source:
         if not files and plain:
             files = [Path(plain.pop(0))]
         if len(plain) > 1:
-            raise UsageError(f"one KEY at a time (got {' and '.join(plain)})")
+            raise UsageError(f"give one KEY at a time (got {' and '.join(plain)})")
         with showing_warnings():
             _, values = explained_config(ConfigSources.read(root, files, parsed.checked().layer(), texts))
         key = plain[0].replace("-", "_") if plain else None
@@ -121,7 +124,7 @@ class Source:
                 root = ROOTS[kind]
                 _, values = explained_config(ConfigSources.read(root, [file]))
                 return cls(str(directory), root, recorded_origins(paths, values), key)
-        raise UsageError(f"{directory} is no run: it has no configs/rl.toml, sft.toml or eval.toml")
+        raise UsageError(f"{directory} is not the directory of a run: it has no configs/rl.toml, sft.toml or eval.toml")
 
     def below_key(self, key: str | None = None) -> list[Explained]:
         """The key's value, or the values of a section. Raises UsageError if there is no such key."""

@@ -123,7 +123,7 @@ def requeue_if_stopped(code: int, env: Mapping[str, str]) -> Iterator[str]:
             yield f"not requeued: Slurm is ending the job, as after scancel; {by_hand}"
             return
         # Slurm ends this process, too. The word comes first.
-        yield f"requeueing job {job_id}, for the {count + 1}. of at most {bound} times"
+        yield f"requeueing job {job_id} ({count + 1} of at most {bound} times)"
         answer = requeue(job_id, _REQUEUE_LIMIT_S)
     except NoAnswer as error:
         yield f"not requeued: {error}; {by_hand}"

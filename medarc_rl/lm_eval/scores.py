@@ -363,7 +363,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         lines.append("* more than two standard errors from the base model (paired by question where possible)")
     if len({row.chat_template for row in rows}) > 1:
         lines.append(
-            "Some models were asked as a chat and others with plain text: --apply-chat-template yes or no asks alike."
+            "Some models were asked as a chat and others with plain text: to ask all in the same way, use "
+            "--apply-chat-template yes or no."
         )
     lines += dict.fromkeys(f"published: {row.published.source}" for row in rows if row.published)
     lines += dict.fromkeys(

@@ -306,7 +306,7 @@ def _await_server(client: httpx.Client) -> None:
             if client.get("/health").status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
-            logging.getLogger(__name__).debug("the server is not there yet")
+            logging.getLogger(__name__).debug("the server is not ready yet")
         time.sleep(_START_LOOK_S)
 
 

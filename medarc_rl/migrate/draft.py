@@ -233,9 +233,9 @@ def kind_of(settings: Mapping[KeyPath, Any]) -> str:
     fewest = min(unknown.values())
     likely = [kind for kind, count in unknown.items() if count == fewest]
     if fewest == len(settings):
-        raise UsageError("none of its keys belongs to a PRIME-RL command: name the command with --as")
+        raise UsageError("no PRIME-RL command has any of its keys: give the command with --as, such as --as rl")
     if len(likely) > 1:
-        raise UsageError(f"its keys fit {' and '.join(likely)}: name the command with --as")
+        raise UsageError(f"its keys belong to {' and '.join(likely)}: choose one with --as, such as --as {likely[0]}")
     return likely[0]
 
 

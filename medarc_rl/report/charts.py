@@ -246,9 +246,7 @@ def group_runs(runs: Sequence[RunHistory], labels: Sequence[str]) -> list[Group]
         if not equals or not label.strip():
             raise UsageError(f"--label {option!r}: write RUN=LABEL, as in --label {names[0]}=baseline")
         if not places:
-            raise UsageError(
-                f"--label {option!r}: no run of this report is called {run!r}; there are {', '.join(names)}"
-            )
+            raise UsageError(f"--label {option!r}: this report has no run {run!r}; its runs are {', '.join(names)}")
         chosen |= dict.fromkeys(places, label.strip())
     by_label: dict[str, list[RunHistory]] = {}
     for place, each in enumerate(runs):

@@ -25,7 +25,10 @@ class ReportOptions:
     ] = None
     label: Annotated[
         list[str] | None,
-        Option(metavar="RUN=LABEL", help="Name a run in the report. Runs with the same label are seeds of one line."),
+        Option(
+            metavar="RUN=LABEL",
+            help="Label of a run in the report, as RUN=LABEL. Runs with the same label become one curve.",
+        ),
     ] = None
     price: Annotated[float | None, Option(min=0, metavar="USD", help="Price of one GPU for one hour.")] = None
     rollouts: Annotated[

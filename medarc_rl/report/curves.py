@@ -344,7 +344,7 @@ def signs_section(run: RunHistory, answers: Answers) -> Section:
     section = Section("signs", "Can the reward be trusted?")
     reward = trend(REWARD.read(run))
     if reward is None:
-        section.notes.append("Fewer than two steps have a reward, so nothing can be said yet.")
+        section.notes.append("Fewer than two steps have a reward, so it is too early to tell.")
         return section
     section.notes.append(_sentence("The trained reward", reward))
     _held_out(section, run, reward)
@@ -353,7 +353,7 @@ def signs_section(run: RunHistory, answers: Answers) -> Section:
     _answers(section, answers)
     section.notes.append(
         f"Rose and fell mean: the Mann-Kendall trend test over all steps is beyond ±{Z_LIMIT} "
-        f"(1 in 100 series without a trend), which takes at least {MIN_VALUES} values."
+        f"(1 in 100 series without a trend), which needs at least {MIN_VALUES} values."
     )
     return section
 
@@ -459,7 +459,7 @@ def _answers(section: Section, answers: Answers) -> None:
             of_problems = {}
     found = trend(distinct)
     if found is None:
-        section.notes.append("Too few rollouts were kept by chance to count answers that repeat between problems.")
+        section.notes.append("Too few rollouts were kept at random to count answers that repeat between problems.")
         return
     section.notes.append(_sentence("The share of distinct completions, one for each problem,", found))
     if found.direction == "fell" and found.last.mean < DISTINCT_LIMIT * found.first.mean:

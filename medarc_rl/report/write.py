@@ -358,7 +358,9 @@ def _rollouts(packed: PackedRollouts, with_rollouts: bool) -> Section:
     elif packed.left_out:
         section.notes.append(f"{packed.left_out:,} of {packed.left_out + packed.count:,} kept rollouts are left out.")
     else:
-        section.notes.append("All kept rollouts. Of large batches a run keeps a sample, the best and the worst.")
+        section.notes.append(
+            "All kept rollouts. For large batches, a run keeps the best group, the worst group and a random sample."
+        )
     return section
 
 

@@ -45,7 +45,8 @@ class RolloutsOptions:
     worst: Annotated[int | None, Option(min=1, help="The N with the lowest rewards.")] = None
     best: Annotated[int | None, Option(min=1, help="The N with the highest rewards.")] = None
     random: Annotated[
-        int | None, Option(min=1, help="N at random, of those that were kept at random. 5, if nothing else is chosen.")
+        int | None,
+        Option(min=1, help="N at random, of those that were kept at random. 5, if no other option chooses rollouts."),
     ] = None
     truncated: Annotated[bool, Option("--truncated", help="Only those that reached a limit on tokens.")] = False
     errors: Annotated[bool, Option("--errors", help="Only those with an error of the environment or a reward.")] = False
@@ -80,7 +81,7 @@ def rollouts(options: RolloutsOptions) -> int:
     if options.to_sft is not None:
         return _to_sft(options, options.to_sft)
     if options.per_prompt is not None:
-        raise UsageError("--per-prompt is for --to-sft")
+        raise UsageError("--per-prompt works only with --to-sft")
     if len(options.runs) > 1:
         raise UsageError("give one RUN; only --to-sft takes several")
     kept = KeptRollouts(_paths(options.run))
@@ -107,13 +108,13 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
     from prime_rl.launch.job import command_prefix
 
     if options.min_reward is None:
-        raise UsageError("--to-sft needs --min-reward: the least reward of a rollout that is worth learning from")
+        raise UsageError("--to-sft needs --min-reward: the minimum reward of the rollouts to train on")
     useless = {"--json": options.json, "--full": options.full, "--errors": options.errors}
     useless |= {"--truncated": options.truncated} | dict.fromkeys(_numbers(options), True)
     if given := [name for name, value in useless.items() if value]:
         raise UsageError(f"--to-sft excludes {', '.join(given)}")
     if file.exists():
-        raise UsageError(f"--to-sft {file}: there is such a file already; name another one, or delete it")
+        raise UsageError(f"--to-sft {file}: this file already exists; give another one, or delete it")
     wanted, export = _filter(options), Export(options.per_prompt)
     looked_at = 0
     for run in options.runs:
@@ -129,8 +130,8 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
     for reason in export.reasons():
         say(reason)
     if not rows:
-        hint = "" if looked_at else "; of evaluations, --eval chooses"
-        raise UsageError(f"no rollout is left of {looked_at} with a reward of at least {options.min_reward:g}{hint}")
+        hint = "" if looked_at else "; for rollouts of evaluations, add --eval"
+        raise UsageError(f"of {looked_at}, none has a reward of at least {options.min_reward:g}{hint}")
     write_rows(rows, file)
     train, name = f"{command_prefix(os.environ)}medarc_train", shlex.quote(str(file))
     prompts = count_of("prompt", len({row["prompt_id"] for row in rows}))
@@ -225,7 +226,7 @@ def _number(option: str, text: str, kept: list[int], what: str) -> int:
     if text == "last":
         return kept[-1]
     if int(text) not in kept:
-        raise UsageError(f"{option} {text}: no rollouts of this {what} are kept; there are those of {ranges(kept)}")
+        raise UsageError(f"{option} {text}: no rollouts of this {what} are kept, only those of {ranges(kept)}")
     return int(text)
 
 

@@ -119,7 +119,7 @@ def test_a_submission_is_checked_sent_and_recorded(kubectl: FakeKubectl, sft_tom
         (
             {"--dry-run=server": {"code": 1, "err": 'error: no matches for kind "JobSet" in version "x"\n'}},
             1,
-            ["no matches for kind", "the cluster does not have the controller of this kind"],
+            ["no matches for kind", "the cluster has no controller for this kind of job"],
         ),
         ({"get": {"code": 1, "err": "Unable to connect to the server: dial tcp\n"}}, 1, ["Unable to connect"]),
         ({"--dry-run=server": {"code": 1, "err": "Error: forbidden: User x\n"}}, 1, ["Error: forbidden"]),
@@ -327,7 +327,7 @@ KILLED = {"containerStatuses": [{"state": {"terminated": {"exitCode": 137, "reas
         (
             {"conditions": [{"type": "Suspended", "status": "True"}]},
             [],
-            Status("queued", "suspended, as a job of Kueue is until it is admitted"),
+            Status("queued", "suspended; with Kueue, a job is suspended until it is admitted"),
         ),
         ({"conditions": [{"type": "Completed", "status": "True"}]}, [], Status("succeeded")),
         ({"conditions": [{"type": "Completed", "status": "False"}]}, [RUNNING], Status("running", "on n1")),
@@ -377,7 +377,7 @@ def test_the_probes_follow_a_run_from_its_start_to_its_end(tmp_path: Path, capsy
     silent_s = time.time() - MAX_SILENCE_S - 60
     os.utime(lock, (silent_s, silent_s))
     assert probed() == [1, 1, 1], "the launcher has stopped"
-    assert "the launcher is silent since" in capsys.readouterr().out
+    assert "the launcher has not reported for" in capsys.readouterr().out
     assert main(["nonsense"]) == 2
 
 

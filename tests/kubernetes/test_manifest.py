@@ -342,7 +342,7 @@ def test_a_literal_secret_is_refused_and_not_repeated(word: str, sft_toml: Path)
 def test_a_directory_that_each_pod_continues_is_not_cleaned(sft_toml: Path) -> None:
     words = ("--image", IMAGE, "--output-claim", "runs", "--ckpt.interval", 1, "--clean-output-dir")
     (line,) = errors("sft", sft_toml, *words)
-    assert line.startswith("clean_output_dir: each pod continues what the directory holds")
+    assert line.startswith("clean_output_dir: each pod would delete what the pod before it wrote")
 
 
 def test_kubernetes_replaces_nothing_in_what_was_typed(sft_toml: Path) -> None:

@@ -93,11 +93,11 @@ def test_a_job_that_has_the_name_of_a_deleted_one_is_neither_shown_nor_cancelled
     (found,) = json.loads(jobs("status", "rt", "--json").stdout)
     assert (found["state"], found["detail"]) == (
         "unknown",
-        "the cluster has another job of this name: this one was deleted",
+        "this job was deleted: the cluster has a newer job with the same name",
     )
     for word in ("logs", "cancel"):
         result = jobs(word, "rt")
-        assert (result.exit_code, "this one was deleted" in result.stderr) == (1, True), result.output
+        assert (result.exit_code, "this job was deleted" in result.stderr) == (1, True), result.output
     assert cluster.objects[JOBSET] is another
 
 
@@ -117,7 +117,8 @@ def test_a_cluster_without_jobset_is_left_as_it_is(cluster: SmallCluster, sft_to
     assert (result.exit_code, cluster.objects) == (1, {})
     told = result.stderr.splitlines()
     assert told[-1] == (
-        "error: the cluster does not have the controller of this kind: JobSet and KubeRay are installed apart"
+        "error: the cluster has no controller for this kind of job: install JobSet or KubeRay in it, or choose the "
+        "other --engine"
     )
 
 

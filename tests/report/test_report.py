@@ -227,7 +227,7 @@ def test_runs_with_one_label_are_a_band_and_differing_keys_come_first(tmp_path: 
     ("words", "fault"),
     [
         (["nowhere"], "nowhere is no run: there is no such directory"),
-        (["run", "--label", "other=x"], "no run of this report is called 'other'"),
+        (["run", "--label", "other=x"], "this report has no run 'other'"),
         (["run", "--label", "x"], "write RUN=LABEL"),
         (["run", "--price", "-1"], "--price"),
         (["run", "--price", "inf"], "give an amount of USD"),

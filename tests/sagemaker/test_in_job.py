@@ -143,8 +143,8 @@ GOOD = {"command": "sft", "source_sha256": "0" * 64}
         ([], None, "no JSON object"),
         ({**GOOD, "command": "rm"}, None, "not a job of medarc_submit"),
         ({**GOOD, "secrets": "{"}, None, "no JSON"),
-        (GOOD, {"hosts": []}, "names no hosts"),
-        (GOOD, {"hosts": ["algo-1", "algo-2"]}, "2 instances, which share no directory"),
+        (GOOD, {"hosts": []}, "contains no hosts"),
+        (GOOD, {"hosts": ["algo-1", "algo-2"]}, "2 instances without a shared directory"),
         (GOOD, None, "source.tar.gz: missing"),
     ],
 )
@@ -222,7 +222,7 @@ def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:
     parameter = "arn:aws:ssm:us-east-1:123456789012:parameter/medarc/wandb"
     wanted = {"A": plain, "B": f"{table}#token", "C": parameter}
     assert resolved(wanted) == {"A": "s1", "B": "s2", "C": "s3"}
-    with pytest.raises(MedarcError, match="not a JSON object with the key 'nope'") as refused:
+    with pytest.raises(MedarcError, match="has no key 'nope'") as refused:
         resolved({"B": f"{table}#nope"})
     assert "s2" not in str(refused.value)
     with pytest.raises(MedarcError, match="secret D: ssm:GetParameter: ParameterNotFound"):

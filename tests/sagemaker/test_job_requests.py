@@ -134,7 +134,7 @@ REFUSED = {
     "--subnet sub_net --security-group sg-1": "--subnet 'sub_net'",
     "--tag team": "--tag: write NAME=VALUE",
     "--tag te$m=x": "--tag 'te\\$m'",
-    "--tag aws:team=x": "--tag aws:team: AWS keeps names of tags that begin with aws:",
+    "--tag aws:team=x": "--tag aws:team: AWS reserves tag names that begin with aws:",
     "--env 1X=2": "--env '1X'.*OMP_NUM_THREADS=8",
     "--env A=1 --env A=2": "--env A: given twice",
     "--env SM_X=1": "--env SM_X: SageMaker sets",
@@ -337,4 +337,4 @@ def test_a_missing_extra_is_one_line(project: Path) -> None:
         "u.find_spec = lambda name, *more: None if name == 'boto3' else find(name, *more)\n"
     )
     done = submit(project, "sft", "sft.toml", "--to", "sagemaker", env={"PYTHONPATH": str(hidden)})
-    assert (done.returncode, done.stderr) == (2, "error: boto3 is not installed: uv sync --extra sagemaker\n")
+    assert (done.returncode, done.stderr) == (2, "error: boto3 is not installed: run `uv sync --extra sagemaker`\n")

@@ -167,7 +167,7 @@ def test_another_jobs_name_is_refused(
 ) -> None:
     proxy.disturb(to("CreateTrainingJob", refusing("ResourceInUse", "exists")))
     assert main("--name", "taken") == 1
-    assert "ResourceInUse: exists; no job was made" in capsys.readouterr().err
+    assert "ResourceInUse: exists; no job was created" in capsys.readouterr().err
 
 
 def test_a_name_that_was_used_before_is_refused_and_the_first_jobs_files_stay(
@@ -179,7 +179,7 @@ def test_a_name_that_was_used_before_is_refused_and_the_first_jobs_files_stay(
     (project / "rows.jsonl").open("a").write("\n")
     capsys.readouterr()
     assert main("--name", "first") == 2
-    assert capsys.readouterr().err.startswith("error: --name first: SageMaker has such a job")
+    assert capsys.readouterr().err.startswith("error: --name first: SageMaker already has a job with this name")
     assert Aws("us-east-1").client("s3").head_object(**archive)["ETag"] == before
 
 
@@ -208,7 +208,7 @@ def test_no_credentials_and_no_server_are_one_line(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert main() == 1
-    assert "log in, as with `aws sso login`" in capsys.readouterr().err
+    assert "log in, for example with `aws sso login`" in capsys.readouterr().err
 
 
 def described_as(status: str, phase: str, **more: Any) -> dict[str, Any]:

@@ -196,10 +196,10 @@ def _shown(kubectl: Kubectl, record: JobRecord) -> Table:
     try:
         shown: Table = kubectl.get(_resource(record), _name(record))
     except NotFound as error:
-        raise NotFound("the cluster has no such job: it was deleted") from error
+        raise NotFound("the job is no longer in the cluster: it was deleted") from error
     own, found = record.details.get("uid"), (shown.get("metadata") or {}).get("uid")
     if own and found != own:
-        raise NotFound("the cluster has another job of this name: this one was deleted")
+        raise NotFound("this job was deleted: the cluster has a newer job with the same name")
     return shown
 
 
@@ -231,7 +231,7 @@ def jobset_status(jobset: Shown, pods: Sequence[Shown]) -> Status:
         words = [str(conditions["Failed"].get("message", "")), *map(_end_of, pods[-1:])]
         return Status("failed", "; ".join(filter(None, words)))
     if "Suspended" in conditions or (jobset.get("spec") or {}).get("suspend"):
-        return Status("queued", "suspended, as a job of Kueue is until it is admitted")
+        return Status("queued", "suspended; with Kueue, a job is suspended until it is admitted")
     return _pods_status(pods)
 
 
@@ -476,5 +476,8 @@ def _refused_by_cluster(answer: Answer) -> MedarcError:
     if "(NotFound)" in answer.stderr:
         return NotFound(*faults)
     if "no matches for kind" in answer.stderr or "doesn't have a resource type" in answer.stderr:
-        faults.append("the cluster does not have the controller of this kind: JobSet and KubeRay are installed apart")
+        faults.append(
+            "the cluster has no controller for this kind of job: install JobSet or KubeRay in it, or choose the other "
+            "--engine"
+        )
     return MedarcError(*(faults or [f"kubectl ended with exit code {answer.code}"]))

@@ -20,7 +20,7 @@ MAX_SILENCE_S = 120.0
 def started(out: Path, now_s: float) -> str | None:
     """Why the launcher does not hold the run's directory yet; None if it does."""
     if Holder.read(out / LOCK_NAME) is None:
-        return "the launcher has not begun"
+        return "the launcher has not started yet"
     return _silence(out, now_s)
 
 
@@ -45,7 +45,7 @@ def _silence(out: Path, now_s: float) -> str | None:
         silent_s = now_s - (out / LOCK_NAME).stat().st_mtime
     except OSError as error:
         return f"the lock cannot be read: {error.strerror}"
-    return f"the launcher is silent since {silent_s:.0f} s" if silent_s > MAX_SILENCE_S else None
+    return f"the launcher has not reported for {silent_s:.0f} s" if silent_s > MAX_SILENCE_S else None
 
 
 _CHECKS = {"started": started, "live": live, "ready": ready}

@@ -202,7 +202,8 @@ def _output(request: Request, options: KubernetesOptions, name: str, faults: lis
     is_inside = ".." not in path.parts and path.is_relative_to(OUTPUT_DIR) and path != PurePosixPath(OUTPUT_DIR)
     if given is not None and (not is_inside or "://" in given):
         faults.append(
-            f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod, or s3://BUCKET/PREFIX"
+            f"--output-dir {given!r}: name a directory in the claim, which is {OUTPUT_DIR} in the pod, or "
+            "s3://BUCKET/PREFIX"
         )
         path = PurePosixPath(OUTPUT_DIR, "run")
     if any(len(part.encode()) > MAX_FILE_NAME_BYTES for part in path.parts):
@@ -223,13 +224,17 @@ def _gpus(request: Request, run: Run[Any], faults: list[str]) -> int:
 def _config_faults(run: Run[Any], config: str) -> Iterator[str]:
     yield from unbuilt_faults(run.config)
     if run.checkpoints and getattr(run.config, "clean_output_dir", False):
-        yield "clean_output_dir: each pod continues what the directory holds; leave it out, and name a new --output-dir"
+        yield (
+            "clean_output_dir: each pod would delete what the pod before it wrote; leave it out, and give a new "
+            "--output-dir"
+        )
     size = len(config.encode())
     if size > MAX_CONFIG_BYTES:
         yield f"the config has {size:,} bytes, and a ConfigMap holds {MAX_CONFIG_BYTES:,}: move tables into files"
     for key in _secret_keys(tomllib.loads(config)):
         yield (
-            f"{key}: the resolved config holds a secret, and all who see the ConfigMap can read it: name a variable, "
+            f"{key}: the resolved config holds a secret, and everyone who can see the ConfigMap can read it: name a "
+            "variable, "
             "and pass it with --secret-env"
         )
 

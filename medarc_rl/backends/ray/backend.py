@@ -132,7 +132,9 @@ class Ray:
         if (code := _code(end)) is not None:
             return _status_of(code)
         if record.details.get("host") != socket.gethostname():
-            return Status("unknown", f"its driver runs on {record.details.get('host')}: ask there")
+            return Status(
+                "unknown", f"its driver runs on {record.details.get('host')}: run this command on that machine"
+            )
         if _driver_of(record).is_alive:
             return Status("running", f"driver {_driver_of(record).pid} on this machine")
         # It may have ended between the two looks.
@@ -144,7 +146,10 @@ class Ray:
 
     def cancel(self, record: JobRecord) -> None:
         if record.details.get("host") != socket.gethostname():
-            raise MedarcError(f"the driver of job {record.key} runs on {record.details.get('host')}: cancel it there")
+            raise MedarcError(
+                f"the driver of job {record.key} runs on {record.details.get('host')}: run `medarc_jobs cancel` on "
+                "that machine"
+            )
         driver = _driver_of(record)
         with contextlib.suppress(ProcessLookupError):  # it may end between the two
             if driver.is_alive:
@@ -173,7 +178,10 @@ def held_for_driver(paths: RunPaths) -> Iterator[int]:
             ) from None
         except OSError:
             # Some file systems have no locks. Then only the launcher's own, which it holds once it has started, counts.
-            warn(f"{paths.root}: its file system has no locks: submit no other job into it meanwhile")
+            warn(
+                f"{paths.root}: its file system does not support locks: do not submit another job with this directory "
+                "until this one has ended"
+            )
         yield descriptor
     finally:
         os.close(descriptor)

@@ -74,14 +74,19 @@ def connected(address: str | None, gpus: int | None = None) -> Iterator[None]:
     with LocalHost() as guarded, scratch_directory("ray") as directory:
         os.environ[MARK_VARIABLE] = str(guarded.directory)
         if len(str(directory)) > _LONGEST:
-            raise MedarcError(f"{directory}: too long for the names of Ray's sockets: set {RUNTIME_VARIABLE}")
+            raise MedarcError(
+                f"{directory}: this path is too long for Ray's sockets: set {RUNTIME_VARIABLE} to a shorter one"
+            )
         _keep_to_this_user(os.environ, directory)
         # Reads the variables above when it is imported.
         count = len(masked_gpus(os.environ) or usable_gpus(os.environ)) if gpus is None else gpus
         with _initialised(address="local", num_gpus=count, include_dashboard=False, _temp_dir=str(directory)):
             _end_if_asked(guarded)
             if listeners := open_listeners(os.getpid()):
-                raise MedarcError(f"Ray listens where other machines reach it ({', '.join(listeners)}): nothing is run")
+                raise MedarcError(
+                    f"Ray listens on addresses that other machines can reach ({', '.join(listeners)}): the run is not "
+                    "started"
+                )
             yield
 
 

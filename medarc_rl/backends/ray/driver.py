@@ -96,7 +96,9 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             # Ray has replaced the handlers: its own exit with the number of the signal.
             _end_on_signals()
             if options.address is not None and not asks_for_token():
-                _say(f"warning: Ray at {options.address} asks for no token: any user who reaches it can run code there")
+                _say(
+                    f"warning: Ray at {options.address} requires no token: any user who can reach it can run code there"
+                )
             bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for placement in cluster.placements:
@@ -191,7 +193,7 @@ def stop_own_job() -> None:
     """Ask Ray to stop this job, and wait for its signal, which ends the process. Returns if it cannot be stopped."""
     job = submission_id(os.environ)
     if job is None:
-        sys.stderr.write("warning: --stop-if-refused: this process is in no job of `ray job submit`\n")
+        sys.stderr.write("warning: --stop-if-refused: this process was not started by `ray job submit`\n")
         return
     import requests
     from ray.job_submission import JobSubmissionClient

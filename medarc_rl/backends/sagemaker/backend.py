@@ -145,7 +145,10 @@ class SageMaker:
         job = prepared.job
         if described(aws.client("sagemaker"), job.name) is not None:
             # Its files would be replaced, which it reads again when it restarts.
-            raise UsageError(f"--name {job.name}: SageMaker has such a job, and never forgets a name: give another one")
+            raise UsageError(
+                f"--name {job.name}: SageMaker already has a job with this name, and a name cannot be used again: give "
+                "another one"
+            )
         if prepared.build is not None:
             job = replace(job, image=build_and_push(prepared.build, aws, say))
         with packed(prepared.staged, prepared.config) as bundle:
@@ -156,7 +159,7 @@ class SageMaker:
             return Submitted(_created(aws.client("sagemaker"), job))
         except AwsError as error:
             raise AwsError(
-                f"{error}; no job was made; its files stay at {job.prefixes.archive.uri}", error.code
+                f"{error}; no job was created; its uploaded files are still at {job.prefixes.archive.uri}", error.code
             ) from error
 
     def status(self, record: JobRecord) -> Status:
@@ -405,7 +408,7 @@ def described(sagemaker: Any, name: str) -> Mapping[str, Any] | None:
 def status_of(job: Mapping[str, Any] | None) -> Status:
     """Waiting for an instance is `queued`; a job that ran out of time has failed, though SageMaker calls it stopped."""
     if job is None:
-        return Status("unknown", "SageMaker knows no job of this name in this region")
+        return Status("unknown", "SageMaker has no job with this name in this region")
     status, phase = str(job.get("TrainingJobStatus", "")), str(job.get("SecondaryStatus", ""))
     detail = _detail(job, phase)
     if phase in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):

@@ -52,7 +52,9 @@ class ImageBuild:
             raise UsageError("--build: docker is not installed here; build elsewhere and give --image URI")
         checkout = Path(medarc_rl.__file__).resolve().parents[1]
         if not (checkout / "pyproject.toml").is_file() or not (checkout / "prime-rl" / "pyproject.toml").is_file():
-            raise UsageError(f"--build: needs a checkout of medarc-rl, and {checkout} is none; give --image URI")
+            raise UsageError(
+                f"--build: needs a checkout of medarc-rl, and {checkout} is not one; give --image URI instead"
+            )
         _check_extras(checkout, extras)
         context = stage(checkout, (), _CONTEXT_BYTES)
         return cls(repository, context, _tag(context, extras), tuple(extras))

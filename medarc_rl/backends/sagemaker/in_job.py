@@ -407,7 +407,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(paths: MlPaths, local_disk: Path, ray_port: int) -> int:
     inputs = JobInputs.read(paths)
     if len(inputs.hosts) > 1 and inputs.shared_run is None:
-        raise UsageError(f"{len(inputs.hosts)} instances, which share no directory: submit with --file-system")
+        raise UsageError(f"{len(inputs.hosts)} instances without a shared directory: submit the run with --file-system")
     unpack_source(inputs, paths)
     if inputs.shared_run is not None:
         return _run_on_hosts(inputs, paths, inputs.shared_run, local_disk, ray_port)
@@ -536,7 +536,7 @@ class JobInputs:
         secrets = _parsed(paths.hyperparameters, given.get("secrets", "{}"))
         hosts = resources.get("hosts")
         if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-            raise UsageError(f"{paths.resources}: names no hosts")
+            raise UsageError(f"{paths.resources}: contains no hosts")
         run, interface = given.get("run"), resources.get("network_interface_name")
         if run is not None and (not isinstance(run, str) or name_fault(run)):
             raise UsageError(f"{paths.hyperparameters}: not a job of medarc_submit: run is {run!r}")
@@ -579,7 +579,10 @@ def unpack_source(inputs: JobInputs, paths: MlPaths) -> None:
         MedarcError: they are missing, damaged, or not those that the job was submitted with.
     """
     if not paths.archive.is_file():
-        raise UsageError(f"{paths.archive}: missing: the job has no channel {SOURCE_CHANNEL!r}")
+        raise UsageError(
+            f"{paths.archive}: missing, because the job has no input channel {SOURCE_CHANNEL!r}: submit it with "
+            "medarc_submit"
+        )
     if (found := sha256_of(paths.archive)) != inputs.source_sha256:
         raise UsageError(
             f"{paths.archive}: not the files that were submitted: SHA-256 is {found[:12]}…, not "

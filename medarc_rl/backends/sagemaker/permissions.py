@@ -117,7 +117,7 @@ class Rights:
     def __post_init__(self) -> None:
         if _ROLE.fullmatch(self.role) is None:
             raise UsageError(
-                f"--role {self.role!r}: write its ARN, as in arn:aws:iam::123456789012:role/medarc-training"
+                f"--role {self.role!r}: give the role's ARN, such as arn:aws:iam::123456789012:role/medarc-training"
             )
 
     def documents(self) -> dict[str, Any]:

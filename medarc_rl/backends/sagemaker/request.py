@@ -31,13 +31,13 @@ EXTRA = "sagemaker"
 _ADVICE: Mapping[str, str] = {
     "AccessDenied": "`medarc_submit sagemaker-policy` prints what is needed",
     "AccessDeniedException": "`medarc_submit sagemaker-policy` prints what is needed",
-    "ExpiredToken": "log in again, as with `aws sso login`",
-    "ExpiredTokenException": "log in again, as with `aws sso login`",
+    "ExpiredToken": "log in again, for example with `aws sso login`",
+    "ExpiredTokenException": "log in again, for example with `aws sso login`",
     "InvalidClientTokenId": "check AWS_PROFILE and the AWS_ACCESS_KEY_ID in use",
     "UnrecognizedClientException": "check AWS_PROFILE and the AWS_ACCESS_KEY_ID in use",
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
-    "ResourceLimitExceeded": "ask for a higher quota of this instance type in Service Quotas, or take another one",
-    "NoSuchBucket": "make the bucket, or name another one with --s3",
+    "ResourceLimitExceeded": "request a higher quota for this instance type in Service Quotas, or choose another type",
+    "NoSuchBucket": "create the bucket, or give another one with --s3",
 }
 
 
@@ -103,7 +103,7 @@ def require_boto3() -> None:
     """Raises UsageError if the extra is not installed."""
     missing = [name for name in ("boto3", "pathspec") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{missing[0]} is not installed: uv sync --extra {EXTRA}")
+        raise UsageError(f"{missing[0]} is not installed: run `uv sync --extra {EXTRA}`")
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _refused(what: str, answer: Mapping[str, Any]) -> AwsError:
 def _no_answer_advice(error: Exception) -> str:
     name = type(error).__name__
     if name in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return "; log in, as with `aws sso login`, or set AWS_PROFILE"
+        return "; log in, for example with `aws sso login`, or set AWS_PROFILE"
     if name in ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ReadTimeoutError"):
         return "; check the network and --region"
     return ""
@@ -345,9 +345,9 @@ def rule_faults(job: TrainingJob) -> list[str]:
         if not uri.startswith("s3://") or len(uri) < len("s3://abc"):
             faults.append(f"--input {name}={uri}: write s3://BUCKET/PREFIX")
     reserved = [name for name in job.env if name.startswith(("SM_", "SAGEMAKER_", "TRAINING_JOB_"))]
-    faults += [f"--env {name}: SageMaker sets variables of this name itself" for name in reserved]
+    faults += [f"--env {name}: SageMaker sets this variable itself: choose another name" for name in reserved]
     faults += [
-        f"--tag {name}: AWS keeps names of tags that begin with aws: for itself"
+        f"--tag {name}: AWS reserves tag names that begin with aws: choose another name"
         for name in job.tags
         if name.lower().startswith("aws:")
     ]
@@ -473,7 +473,7 @@ class FileSystem:
             raise UsageError(f"--file-system {text!r}: write fsx:ID:/PATH or efs:ID:/PATH, {_FILE_SYSTEM_EXAMPLE}")
         if _ID.fullmatch(name) is None:
             raise UsageError(
-                f"--file-system {text!r}: {name!r} is not a file system's id; write it {_FILE_SYSTEM_EXAMPLE}"
+                f"--file-system {text!r}: {name!r} is not the id of a file system; write it {_FILE_SYSTEM_EXAMPLE}"
             )
         parts = path.split("/")
         if parts[0] or len(path) > 4096 or not path.isprintable() or not {".", ".."}.isdisjoint(parts):
@@ -552,7 +552,7 @@ def _of_key(name: str, arn: str, key: str, text: str) -> str:
         value = json.loads(text)[key]
     except (ValueError, KeyError, TypeError):
         # Without the cause, which quotes the secret.
-        raise MedarcError(f"secret {name}: {arn} is not a JSON object with the key {key!r}") from None
+        raise MedarcError(f"secret {name}: {arn} has no key {key!r}: store it as a JSON object with this key") from None
     return str(value)
 
 

@@ -138,7 +138,7 @@ class _Walk:
             rules = (*rules, *self._rules_of(directory))
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError as error:
-            self.faults.append(f"{error.filename}: {error.strerror}: mend it, or add it to .medarcignore")
+            self.faults.append(f"{error.filename}: {error.strerror}: fix this, or add it to .medarcignore")
             return
         for entry in entries:
             yield from self._of_entry(Path(entry.path), rules, is_ignored)
@@ -190,7 +190,7 @@ class _Walk:
         if not stat.S_ISREG(facts.st_mode):
             self.left_out.append(f"{name}: not a regular file")
         elif not os.access(path, os.R_OK):
-            self.faults.append(f"{path}: cannot be read: mend it, or add it to .medarcignore")
+            self.faults.append(f"{path}: cannot be read: fix this, or add it to .medarcignore")
         else:
             yield StagedFile(name, path, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
 

@@ -79,7 +79,7 @@ class Slurm(SlurmQueue):
             MedarcError: there is no `sbatch`, or it refuses the script.
         """
         job = prepared.job
-        stays = f"nothing was submitted; the script stays: {job.script}"
+        stays = f"nothing was submitted; the script is {job.script}"
         argv, env = sbatch_argv(job), sbatch_env(prepared.env, job)
         try:
             # Slurm gives the job this process's umask.
@@ -96,11 +96,11 @@ class Slurm(SlurmQueue):
         for line in complained.splitlines():
             warn(line)
         if found is None:
-            warn("sbatch did not say the number of the job, so it is not in the job log")
+            warn("sbatch printed no job number, so the job is not in the job log")
             return Submitted("", lines=[said])
         log, fault = log_file(job.paths, found[1]), ""
         if answer.returncode != 0:  # with `--sbatch-arg=--wait`: the job was queued, and has ended
-            fault = f"the job that sbatch was told to wait for ended with exit code {answer.returncode}"
+            fault = f"sbatch --wait: the job ended with exit code {answer.returncode}"
         details = {LOG: str(log)}
         if cluster := found[2] or found[3]:
             details[CLUSTER] = cluster

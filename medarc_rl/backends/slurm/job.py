@@ -79,7 +79,9 @@ _OF_THE_USER = {
 """Variables that say how to reach Slurm, or that people set for all of their jobs."""
 SIGNAL_SLACK_S = 60
 """By so many seconds Slurm may send its warning early."""
-NO_ARRAYS = "the tasks of a job array would share one directory: submit a job for each, with its own --output-dir"
+NO_ARRAYS = (
+    "the tasks of a job array would share one directory: submit one job for each task, with its own --output-dir"
+)
 OWN_LOG = "a job's log is in OUT/slurm, where `medarc_jobs logs` looks for it: leave this out, or link to that folder"
 _WALLTIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
@@ -157,8 +159,8 @@ class BatchJob:
             raise UsageError("--requeue needs checkpoints to continue from: add a [ckpt] table, or --ckpt.interval N")
         if self.request.requeue and self.container is not None:
             raise UsageError(
-                "--requeue: the launcher has no scontrol in a container; leave the container out, or let Slurm alone "
-                "requeue the job with --sbatch-arg=--requeue"
+                "--requeue: a job in a container cannot requeue itself, because it has no scontrol; leave the "
+                "container out, or let Slurm requeue the job with --sbatch-arg=--requeue"
             )
         if self.nodes > 1 and self.container is not None:
             raise UsageError(
@@ -207,9 +209,11 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
         UsageError: one line for each fault.
     """
     if request.kind == "eval":
-        raise UsageError("--to slurm: takes sft and rl; run an evaluation with `medarc_train eval` in a job of yours")
+        raise UsageError(
+            "--to slurm: submits only sft and rl; for an evaluation, run `medarc_train eval` in your own job"
+        )
     if request.gpus == 0:
-        raise UsageError("--gpus 0: a Slurm job asks for GPUs, also on a node that computes on CPUs; leave it out")
+        raise UsageError("--gpus 0: a Slurm job always requests GPUs, even for a run on CPUs; leave --gpus out")
     output_dir = None if request.output_dir is None else Path(request.output_dir)
     run = request.load("slurm", output_dir, submits=True)
     if request.kind == "rl":
@@ -521,7 +525,8 @@ def header_word(option: str, value: str) -> str:
 def _header_quote(option: str, value: str) -> str:
     if _CONTROL.search(value) or not _is_utf8(value):
         raise UsageError(
-            f"{option} {value!r}: Slurm cannot carry control characters or invalid UTF-8 in a script's header"
+            f"{option} {value!r}: remove control characters and invalid UTF-8, which Slurm does not accept in a "
+            "script's header"
         )
     if _PLAIN_HEADER.fullmatch(value):
         return value

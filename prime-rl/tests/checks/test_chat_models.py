@@ -128,7 +128,9 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, run: RunPaths, base: Path)
     young.configs.mkdir(parents=True)
     faults = {
         "/gone/model": "/gone/model: no such directory; there is no directory /gone",
-        str(base / "config.json"): f"{base}/config.json: a file; name the folder of a model, an adapter or a run",
+        str(
+            base / "config.json"
+        ): f"{base}/config.json: this is a file; give the folder of a model, an adapter or a run",
         str(empty): f"{empty}: the folder has no config.json",
         str(tmp_path): f"{tmp_path}: the folder has no config.json; did you mean {base}?",
         str(young.root): f"{young.root}: this run has no weights yet; they are written to {young.weights}",
@@ -137,7 +139,7 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, run: RunPaths, base: Path)
             f"{run.weights}; exported steps: 5, 10"
         ),
         str(adapter(tmp_path / "lone" / "adapter", None)): (
-            f"{tmp_path}/lone/adapter: an adapter; name the model that it adapts with --base"
+            f"{tmp_path}/lone/adapter: this is an adapter; give its base model with --base"
         ),
     }
     for named, fault in faults.items():

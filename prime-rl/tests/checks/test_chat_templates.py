@@ -34,9 +34,9 @@ def test_text_is_itself_and_a_path_is_its_file(tmp_path: Path) -> None:
     [
         ("chta.jinja", "did you mean 'chat.jinja'?"),
         ("./caht.jinja", "did you mean 'chat.jinja'?"),
-        ("sub/chat.jinja", "known by name: chatml"),
+        ("sub/chat.jinja", "built-in names: chatml"),
         ("chat-ml", "did you mean 'chatml'?"),
-        ("User: {message}", "known by name: chatml"),
+        ("User: {message}", "built-in names: chatml"),
         ("", "no such file"),
         ("x" * 5000, "no such file"),
     ],
@@ -46,7 +46,7 @@ def test_anything_else_is_a_fault_with_the_nearest_file_or_name(template: str, a
     with pytest.raises(StartFault) as fault:
         read(template, tmp_path)
     assert str(fault.value).startswith(f"tokenizer.chat_template = '{template[:80]}")
-    assert ": no such file, and no Jinja text" in str(fault.value)
+    assert ": no such file, and not Jinja text" in str(fault.value)
     assert advice in str(fault.value)
     assert "\n" not in str(fault.value)
 

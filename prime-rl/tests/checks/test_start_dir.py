@@ -129,12 +129,10 @@ def test_an_interpreter_of_its_own_must_be_one_and_must_have_the_environment(tmp
     assert faults(sys.executable) == []
     for wrong in ("/no/such/python", text, tmp_path):
         (fault,) = faults(wrong)
-        assert (
-            fault
-            == f"env[0]: python = {str(wrong)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
-        )
+        advice = "give the path of an interpreter, such as env/.venv/bin/python"
+        assert fault == f"env[0]: python = {str(wrong)!r} is not a program: {advice}"
     (fault,) = faults("/bin/false")
-    assert "is no Python 3.10 or later" in fault
+    assert "is not Python 3.10 or later" in fault
     (fault,) = faults(sys.executable, "no-such-env")
     assert (
         fault == f"env[0]: {sys.executable} has no module named 'no_such_env': install the environment's package there"
@@ -164,5 +162,5 @@ def test_data_that_the_user_may_not_read_is_named_before_the_start(tmp_path: Pat
     file = tmp_path / "rows.jsonl"
     file.write_text("{}\n")
     file.chmod(0)
-    assert sft_faults(data={"name": str(file)}) == [f"data.name = {file}: you may not read {file}"]
+    assert sft_faults(data={"name": str(file)}) == [f"data.name = {file}: you do not have permission to read {file}"]
     assert sft_faults(tmp_path, data={"name": str(file)}) == []

@@ -19,12 +19,15 @@ EXTERNAL = {**AGENT, "workflow": "external"}
         ({"agent_dataset": "tasks.jsonl"}, "agent_dataset needs workflow"),
         ({"workflow": "agents:play"}, "workflow needs rows: set agent_dataset"),
         ({**AGENT, "workflow": "agents play"}, "write module:object"),
-        ({**AGENT, "address": "tcp://127.0.0.1:5000"}, "address does not go with workflow"),
-        ({**AGENT, "taskset": {"id": "x"}}, "taskset does not go with workflow"),
-        ({**AGENT, "agent": {"harness": {}}}, "agent does not go with workflow"),
+        ({**AGENT, "address": "tcp://127.0.0.1:5000"}, "address cannot be set together with workflow"),
+        ({**AGENT, "taskset": {"id": "x"}}, "taskset cannot be set together with workflow"),
+        ({**AGENT, "agent": {"harness": {}}}, "agent cannot be set together with workflow"),
         ({**AGENT, "agent_port": 8000}, 'agent_port needs workflow = "external"'),
         *(
-            ({**EXTERNAL, key: value}, f'{key} does not go with workflow = "external": the run does not start')
+            (
+                {**EXTERNAL, key: value},
+                f'{key} cannot be set together with workflow = "external": the run does not start',
+            )
             for key, value in {"args": {"level": 1}, "python": "python", "project": "mine", "judge": "grader"}.items()
         ),
     ],

@@ -68,7 +68,7 @@ INVALID = [
     ("d" + "9" * 300, "expected a whole number from 1"),
     ("d4" * 1000, "has 2000 characters"),
     ("vllm[1]:d2", "does not begin with a digit"),
-    ("megatron[a]:(attn:d1|ffn:e1)", "takes no name"),
+    ("megatron[a]:(attn:d1|ffn:e1)", "cannot have a name"),
     ("(attn:d1|ffn:e1", "expected `)` at the end"),
     ("d4)", "expected `+`, `|` or the end, found ')'"),
     ("\x1b[31md4", r"'\x1b"),

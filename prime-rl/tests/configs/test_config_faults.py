@@ -133,7 +133,7 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
         (
             OrchestratorConfig,
             "[eval]\nskip_eval_on_resume = true\nskip_eval_on_restart = true",
-            "eval.skip_eval_on_restart: is another name of a key that is given too: remove one",
+            "eval.skip_eval_on_restart: is another name for a key that is also set: remove one of them",
         ),
     ],
 )

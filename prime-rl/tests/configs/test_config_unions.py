@@ -141,7 +141,7 @@ def test_one_spelling_overrides_the_other_in_a_weaker_file(toml) -> None:
 def test_both_spellings_in_one_file_are_a_fault(toml, faults) -> None:
     file = toml("[optim]\nweight-decay = 0.1\nweight_decay = 0.2")
     assert faults(TrainerConfig, files=(file,)) == [
-        f"{file}: optim.weight_decay: is written twice, with dashes and with underscores: remove one"
+        f"{file}: optim.weight_decay: is written twice, with dashes and with underscores: remove one of them"
     ]
 
 

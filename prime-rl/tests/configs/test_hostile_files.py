@@ -34,12 +34,15 @@ def only_fault(*args: str) -> str:
     ("text", "fault"),
     [
         (f"max_steps = {'[' * DEEP}{']' * DEEP}", "nested too deeply"),
-        (f"{'.'.join(['a'] * DEEP)} = 1", "more than 64 tables and lists in each other"),
-        (f"[{'.'.join(['a'] * DEEP)}]\nx = 1", "more than 64 tables and lists in each other"),
-        (f"orchestrator.sampling.extra_body = {'{a=' * 300}1{'}' * 300}", "more than 64 tables and lists"),
-        (f"max_steps = {LONG_INT}", "an integer of too many digits"),
-        (f"max_steps = 0x{'f' * 5000}", "max_steps: an integer of more than 64 bits"),
-        (f"trainer.optim.lr = 0x{'f' * 5000}", "trainer.optim.lr: an integer of more than 64 bits"),
+        (f"{'.'.join(['a'] * DEEP)} = 1", "more than 64 levels of nested tables and lists"),
+        (f"[{'.'.join(['a'] * DEEP)}]\nx = 1", "more than 64 levels of nested tables and lists"),
+        (
+            f"orchestrator.sampling.extra_body = {'{a=' * 300}1{'}' * 300}",
+            "more than 64 levels of nested tables and lists",
+        ),
+        (f"max_steps = {LONG_INT}", "an integer with too many digits"),
+        (f"max_steps = 0x{'f' * 5000}", "max_steps: an integer that does not fit into 64 bits"),
+        (f"trainer.optim.lr = 0x{'f' * 5000}", "trainer.optim.lr: an integer that does not fit into 64 bits"),
         ('model.name = "a\\u0000b"', "model.name: holds a NUL character"),
         ('toml_files = ["a\\u0000b"]', "toml_files.0: holds a NUL character"),
         ('"a\\u0000b" = 1', "the key 'a\\x00b' holds a NUL character"),
@@ -93,14 +96,14 @@ def test_a_path_that_leads_nowhere_is_told_before_the_start(component: type, key
 )
 def test_a_tilde_is_not_replaced(component: type, key: str) -> None:
     faults = start_faults(load_config(component, overrides=[f"--{key}=~/runs/x"]))
-    assert any(fault.endswith("; ~ is not replaced here: write the whole path") for fault in faults)
+    assert any(fault.endswith("; ~ is not expanded here: write the full path") for fault in faults)
 
 
 def test_a_long_chain_of_bases_is_refused(toml) -> None:
     for number in range(LONG_CHAIN):
         toml(f'toml_files = ["{number + 1}.toml"]', f"{number}.toml")
     first = toml(f'toml_files = ["0.toml"]\nmax_steps = {LONG_CHAIN}', "child.toml")
-    assert "too many files inherit from each other through toml_files: at most 50 in one line" in only_fault(
+    assert "too many files inherit from one another through toml_files: at most 50 in one line" in only_fault(
         "@", str(first)
     )
 
@@ -114,8 +117,8 @@ def test_a_crowd_of_bases_is_refused(toml) -> None:
     ("option", "value", "fault"),
     [
         ("--orchestrator.sampling.extra-body", '{"a":' * DEEPER + "1" + "}" * DEEPER, "nested too deeply"),
-        ("--orchestrator.sampling.extra-body", f'{{"a":{LONG_INT}}}', "an integer of too many digits"),
-        ("--orchestrator.sampling.extra-body", f'{{"a":{10**30}}}', "a: an integer of more than 64 bits"),
+        ("--orchestrator.sampling.extra-body", f'{{"a":{LONG_INT}}}', "an integer with too many digits"),
+        ("--orchestrator.sampling.extra-body", f'{{"a":{10**30}}}', "a: an integer that does not fit into 64 bits"),
         ("--orchestrator.sampling.extra-body", '{"a":"\\ud800"}', "a: is not UTF-8"),
         ("--orchestrator.sampling.extra-body", '{"a":"\\u0000"}', "a: holds a NUL character"),
         ("--trainer-gpu-ids", "[" * DEEPER, "nested too deeply"),

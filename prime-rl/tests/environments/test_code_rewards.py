@@ -113,7 +113,7 @@ def test_the_sandbox_is_named_once_in_the_log(caplog: pytest.LogCaptureFixture) 
     pool = RewardPool(1)
     try:
         chosen = {"fn": "mbpp", "args": {"sandbox": {"layer": "firejail"}}}
-        with pytest.raises(RewardFault, match=r"reward 'mbpp': .*there is no layer 'firejail'"):
+        with pytest.raises(RewardFault, match=r"reward 'mbpp': .*unknown layer 'firejail'"):
             build([chosen], pool=pool)
         with caplog.at_level("INFO"):
             build(["mbpp"], pool=pool)

@@ -245,12 +245,12 @@ def test_a_game_for_one_player_has_one() -> None:
 @pytest.mark.parametrize(
     ("env_id", "args", "fault"),
     [
-        ("gymnasium", {"game": "FrozenLak-v1"}, "no such environment; did you mean 'FrozenLake-v1'?"),
+        ("gymnasium", {"game": "FrozenLak-v1"}, "no environment with this id; did you mean 'FrozenLake-v1'?"),
         ("gymnasium", {"game": "nowhere:Echo-v0"}, "the module 'nowhere' does not import"),
-        ("gymnasium", {"game": "CartPole-v1"}, "are Box, which is no text: set `show_render = true`"),
-        ("gymnasium", {**LAKE, "actions": ["left"]}, "1 names, and FrozenLake-v1 has 4 actions"),
+        ("gymnasium", {"game": "CartPole-v1"}, "are Box, not text: set `show_render = true`"),
+        ("gymnasium", {**LAKE, "actions": ["left"]}, "1 names for the 4 actions of FrozenLake-v1"),
         ("gymnasium", {**LAKE, "config": {"nope": 1}}, "FrozenLake-v1 cannot be made: TypeError"),
-        ("textarena", {"game": "TicTacTo-v0"}, "TextArena has no such game; did you mean 'TicTacToe-v0'?"),
+        ("textarena", {"game": "TicTacTo-v0"}, "TextArena has no game with this id; did you mean 'TicTacToe-v0'?"),
         ("textarena", {"game": "Nim-v0", "seat": 1}, "opponent = 'random' cannot play it"),
         ("textarena", {"game": "TicTacToe-v0", "players": 3}, "does not start with 3 players"),
         ("textarena", {"game": "TicTacToe-v0", "opponent": "played_games:nope"}, "has no 'nope'"),

@@ -209,7 +209,7 @@ async def test_a_judge_without_an_answer_is_lost_by_name(
         with pytest.raises(JudgeLost, match=rf"judge 'grader'.*{named}"):
             await asyncio.wrap_future(opened.lost)
         asked = len(played.bodies)
-        with pytest.raises(openai.APIStatusError, match="the run ends"):
+        with pytest.raises(openai.APIStatusError, match="the run is ending"):
             await ask(opened)
         assert len(played.bodies) == asked
 

@@ -81,7 +81,7 @@ def test_an_unknown_task_and_a_refused_config_are_one_line() -> None:
     with pytest.raises(UserError, match=r"^reasoning-gym makes no rows: no task 'chain_sun'; did you mean '"):
         load_environment(task="chain_sun")
     refused = {"datasets": [{"name": "chain_sum", "weight": 1, "config": {"min_terms": 0}}], "task": None}
-    with pytest.raises(UserError, match="the task 'chain_sum' refuses its config"):
+    with pytest.raises(UserError, match="the config of task 'chain_sum' is not valid"):
         rows_of(refused, 2, 0)
 
 

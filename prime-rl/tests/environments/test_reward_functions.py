@@ -129,7 +129,7 @@ def test_areal_names_rewards_by_dataset() -> None:
 @pytest.mark.parametrize(
     ("name", "row", "text"),
     [
-        ("gsm8k", {"answer": "1", "mode": "loose"}, "gsm8k has no mode 'loose'"),
+        ("gsm8k", {"answer": "1", "mode": "loose"}, "gsm8k: mode = 'loose' does not exist"),
         ("numeric", {"answer": "1", "substance": "kryptonite"}, "no molar mass of 'kryptonite'"),
         ("json_schema", {"schema": '{"type": 3}'}, "not a JSON schema"),
         ("humaneval", {"test": "", "entry_point": "f(); g"}, "is not the name of a function"),

@@ -133,7 +133,7 @@ def _group(pid: int) -> int | None:
         ("dies", "its worker process ended .exit code 9."),
         ("nan", "it returned nan"),
         ("nothing", "it returned 'None' .NoneType. instead of a number"),
-        ("needy", "it needs 'missing', and the row has 'answer', 'level'"),
+        ("needy", "it needs 'missing', but the row has only 'answer', 'level'"),
     ],
 )
 def test_a_function_that_fails_is_named_and_the_pool_goes_on(
@@ -185,7 +185,7 @@ def test_a_frame_arrives_where_a_process_has_thousands_of_connections() -> None:
 @pytest.mark.parametrize(
     ("specs", "text"),
     [
-        (["maths"], "no reward is named 'maths': did you mean 'math'?"),
+        (["maths"], "there is no reward 'maths': did you mean 'math'?"),
         (["no_such_module:f"], "reward 'no_such_module:f': 'no_such_module' does not import: ModuleNotFoundError"),
         (["reward_functions:f"], "module 'reward_functions' has no 'f'"),
         ([{"fn": "math", "weight": float("nan")}], r"rewards\[0\].weight"),

@@ -198,7 +198,7 @@ def test_filters_by_level_columns_and_length(write: Write) -> None:
     assert kept(where={"subject": ["counting_probability", "geometry"]}) == [10, 30]
     assert kept(min_chars=15, max_chars=25) == [20]
     assert kept(level=[5], max_chars=25) == [20]
-    with pytest.raises(RowsFault, match=r"no row is left of rows: 0 of 3 rows; left out: 3 by level in 4"):
+    with pytest.raises(RowsFault, match=r"no rows are left: rows: 0 of 3 rows; left out: 3 by level in 4"):
         kept(level=[4])
     with pytest.raises(RowsFault, match="a row has no column 'colour' to filter by; it has problem, answer, level"):
         kept(where={"colour": ["red"]})
@@ -230,7 +230,9 @@ def test_a_band_of_pass_rates_keeps_the_prompts_within(write: Write, tmp_path: P
         band = {"pass_rates": str(table), "min_pass_rate": 0.01, "max_pass_rate": 0.5}
         assert sorted(problem.answer for problem in load({"path": path, **band})) == ["1", "2"]
     bad = write("bad.jsonl", [{"prompt_id": "q1", "n": 2, "correct": 3}])
-    with pytest.raises(RowsFault, match="row 1: 3 of 2 attempts cannot be right"):
+    with pytest.raises(
+        RowsFault, match="row 1: 3 of 2 attempts correct: n must be at least 1, and correct from 0 to n"
+    ):
         load({"path": path, "pass_rates": bad, "max_pass_rate": 0.5})
 
 
@@ -280,11 +282,11 @@ def test_without_an_answer_a_row_needs_a_reward_that_does_not_compare(write: Wri
     ("rows", "fault"),
     [
         ('{"question": "a", "answer": "b"}\n{"question": ', r"rows\.jsonl:2: not valid JSON"),
-        ("", "no row is left"),
+        ("", "no rows are left"),
         ("[1]\n", "not a JSON object"),
         ('{"question": "  ", "answer": "b"}\n', "row 0 .* has an empty prompt"),
         ('{"messages": [], "answer": "b"}\n', "empty list of messages"),
-        ('{"messages": [{"content": 3}], "answer": "b"}\n', "lack `role` or `content`"),
+        ('{"messages": [{"content": 3}], "answer": "b"}\n', "has no `role` or no `content`"),
         ('{"question": "a\\u001b[31m", "label": null}\n', "has none of the columns answer"),
     ],
 )
@@ -332,7 +334,7 @@ def test_faults_of_the_arguments_are_one_line_each() -> None:
         "datasets.1: type = 'sft' is for `medarc_train sft`",
         "unknown format 'gsm8'; did you mean 'gsm8k'?",
         "datasets.3.weight: should be above 0",
-        "datasets.4: path: name a file",
+        "datasets.4: path: give a file",
         "did you mean 'weighted'?",
     ):
         assert sum(part in line for line in lines) == 1, (part, lines)

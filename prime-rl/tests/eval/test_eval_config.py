@@ -62,10 +62,10 @@ def test_a_server_is_started_unless_one_is_named(options: list[str], starts_one:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ([], "no environment: name one with `environment_ids` or [[env]]"),
+        ([], "there is no environment: give one with `environment_ids` or [[env]]"),
         (["--environment-ids", "a,b,c", "--num-examples", "1,2"], "num_examples has 2 values for 3 environments"),
         (["--environment-ids", "a", "--num-examples", "0"], "num_examples has 0: at least 1, or -1 for all"),
-        (["--environment-ids", "a,a"], "env: several environments are called 'a': set `name`"),
+        (["--environment-ids", "a,a"], "env: more than one environment is called 'a': set `name`"),
         (["--environment-ids", "a", "--environment-args", '{"b": {}}'], "environment_args names 'b'"),
         (["--environment-ids", "a", "--no-eval-base"], "eval_base = false without weights_dir leaves nothing"),
         (["--environment-ids", "a", "--steps", "1"], "steps are those of weights_dir"),

@@ -59,11 +59,11 @@ def test_a_resume_compares_the_training_and_not_only_its_server() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        (["--eval"], "eval has no environment: name one with [[eval.env]]"),
+        (["--eval"], "eval has no environment: add [[eval.env]]"),
         (["--inference"], "[inference] is the server of [eval], which is missing"),
         ([*ENV, "--eval.num-examples", "0"], "eval.num_examples is 0: at least 1, or -1 for all"),
         ([*ENV, "--eval.interval", "0"], "--eval.interval: should be at least 1"),
-        (["--eval.env", '[{"id": "a"}, {"id": "a"}]'], "eval.env: several environments are called 'a': set `name`"),
+        (["--eval.env", '[{"id": "a"}, {"id": "a"}]'], "eval.env: more than one environment is called 'a': set `name`"),
         ([*ENV, "--model.debug.random-init"], "eval: model.debug trains another model than the server loads"),
         ([*ENV, "--inference.model.name", "x"], "inference.model.name ('x') is not model.name"),
         ([*ENV, "--ckpt", "--no-ckpt.weights"], "eval loads the exported weights, and ckpt.weights is None"),

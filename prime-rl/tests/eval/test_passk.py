@@ -110,7 +110,9 @@ def test_what_cannot_be_done_is_one_line(plan: PassPlan, tmp_path: Path) -> None
     with EvalPaths(tmp_path).results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(result("p0", 0, 0, 1.0, step=5)) + "\n")
         file.write(json.dumps(result("", 0, 0, 1.0, step=6)) + "\n")
-    with pytest.raises(RowsFault, match="--step: results are there of the weights of steps 0, 5, 6: choose one"):
+    with pytest.raises(
+        RowsFault, match=r"--step: there are results for the weights of several steps \(0, 5, 6\): choose one"
+    ):
         write(plan)
     with pytest.raises(RowsFault, match="earlier version, without prompt ids"):
         write(replace(plan, step=6))

@@ -52,7 +52,7 @@ def test_what_is_no_run_says_which_directory_is_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, words in {
         "runs": "name one: first",
-        "runs/first/configs": "name that run's own directory",
+        "runs/first/configs": "give that directory",
         "empty": "it has no configs",
         "file": "it is a file",
         "missing": "no such directory",
@@ -86,7 +86,7 @@ def test_a_copy_of_a_run_that_may_go_on_elsewhere_has_an_unknown_state(tmp_path:
     paths.metrics.write_text(json.dumps({"time": at_s, "source": "trainer", "step": 0, "loss/mean": 1.0}) + "\n")
     state = RunHistory.open(tmp_path).state()
     assert (state.name, state.at_s) == ("unknown", at_s)
-    assert state.detail == "no end is recorded, and there is no lock, as in a copy"
+    assert state.detail == "no end is recorded and there is no run.lock, for example because this is a copy"
 
 
 def test_the_lock_of_a_process_that_is_gone_does_not_count(tmp_path: Path) -> None:

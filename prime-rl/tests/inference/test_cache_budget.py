@@ -36,7 +36,8 @@ def test_a_gpu_that_others_fill_is_refused_with_the_key_and_the_numbers() -> Non
     assert str(fault.value) == (
         "the key-value cache has room for 0 tokens (0.0 MiB: half of what gpu_memory_utilization = 0.6 of the GPU's "
         "80.0 GiB leaves beyond the 50.0 GiB in use by this model and other programs), but one sequence of "
-        "model.max_model_len = 1024 needs 0.1 GiB: raise gpu_memory_utilization, end what else uses the GPU, or lower "
+        "model.max_model_len = 1024 needs 0.1 GiB: raise gpu_memory_utilization, stop other programs that use the GPU, "
+        "or lower "
         "model.max_model_len"
     )
 

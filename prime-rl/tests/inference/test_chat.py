@@ -99,7 +99,7 @@ def test_lines_of_a_pipe_are_turns_and_reset_forgets_them(base: ChatModel, serve
     assert done.returncode == 0
     first, second = answers(served_model_dir, ["hello", "and you?"])
     assert done.stdout == shown([("base", first), ("base", second), ("base", first)])
-    assert done.stderr.startswith("/help: no such command. Type a message.")
+    assert done.stderr.startswith("/help: unknown command. Type a message.")
 
 
 def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(base: ChatModel, served_model_dir: Path) -> None:
@@ -136,5 +136,5 @@ def test_a_base_that_cannot_be_loaded_leaves_the_tuned_model_alone(base: ChatMod
     gone = ChatModel("base", "/gone/model", is_optional=True)
     done = chat([gone, base], ["hello"])
     assert done.returncode == 0
-    assert done.stderr.startswith("warning: no base model answers: ")
+    assert done.stderr.startswith("warning: chatting without the base model: ")
     assert done.stdout == shown([("base", answers(served_model_dir, ["hello"])[0])])

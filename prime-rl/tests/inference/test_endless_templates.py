@@ -79,13 +79,13 @@ def test_only_the_request_whose_template_loops_fails(service: Service, expiry: t
     assert [each.status_code for each in (health, first, one, other, last)] == [200, 200, 400, 400, 200]
     for refused in (one, other):
         assert refused.json()["error"]["message"] == (
-            "Rendering and tokenizing the messages takes more than 2 s: look for a loop in the chat template"
+            "Rendering and tokenizing the messages takes more than 2 s: check the chat template for a loop"
         )
 
 
 def test_a_template_that_always_loops_is_refused_at_the_start(service: Service) -> None:
     service.text._tokenizer.chat_template = LOOP
-    with pytest.raises(EngineError, match=r"takes more than 0\.3 s for one short message: look for a loop in it"):
+    with pytest.raises(EngineError, match=r"takes more than 0\.3 s for one short message: check it for a loop"):
         service.text.refuse_endless_template(limit_s=0.3)
     service.text._tokenizer.chat_template = "{{ raise_exception('no') }}"
     service.text.refuse_endless_template()
@@ -105,7 +105,7 @@ def test_vllm_answers_a_template_that_loops_as_any_other_that_fails(
 
         assert rendered("hello") == "hello"
         expiry.set()
-        with pytest.raises(ValueError, match="look for a loop in the chat template"):
+        with pytest.raises(ValueError, match="check the chat template for a loop"):
             rendered("loop")
     endless = AutoTokenizer.from_pretrained(tiny_model_dir)
     endless.chat_template = LOOP

@@ -83,10 +83,10 @@ def test_files_that_are_gone_are_a_fault_that_says_what_to_do(
 def test_a_damaged_list_is_one_line(registry: Registry, text: str) -> None:
     registry.directory.mkdir(parents=True)
     registry.file.write_text(text)
-    with pytest.raises(UserError, match="is damaged: remove it, and install the environments again"):
+    with pytest.raises(UserError, match="is damaged: delete it, and install the environments again"):
         registry.all()
     assert faults("found-letters") == [
-        f"env[0].id = 'found-letters': {registry.file} is damaged: remove it, and install the environments again"
+        f"env[0].id = 'found-letters': {registry.file} is damaged: delete it, and install the environments again"
     ]
 
 

@@ -38,7 +38,7 @@ def test_no_mask_is_not_an_empty_one() -> None:
 
 
 def test_a_gpu_named_twice_is_an_error() -> None:
-    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES=1,1 names a GPU twice"):
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES=1,1 lists a GPU twice"):
         masked_gpus({"CUDA_VISIBLE_DEVICES": "1,1"})
 
 

@@ -50,5 +50,11 @@ def test_what_started_the_job_of_a_batch_script_is_not_repeated(tmp_path: Path) 
 
 
 def test_without_anything_saved_nothing_is_promised(tmp_path: Path) -> None:
-    assert job(tmp_path, RESUME, saved=False).how_to_continue(["sft"], {}) == "no step was saved yet: start again"
-    assert job(tmp_path, None).how_to_continue(["sft"], {}) == "nothing was saved to continue from: [ckpt] is not set"
+    assert (
+        job(tmp_path, RESUME, saved=False).how_to_continue(["sft"], {})
+        == "no checkpoint was saved yet: start the run again"
+    )
+    assert (
+        job(tmp_path, None).how_to_continue(["sft"], {})
+        == "no checkpoint was saved, because [ckpt] is not set: the run cannot be continued"
+    )

@@ -74,7 +74,7 @@ def test_a_judge_gets_gpus_of_its_own_and_a_config_that_cannot_have_them_is_refu
         (["--orchestrator.env.0.judge", "grade"], "no \\[judge.grade\\]; there is grader"),
         (["--judge.grader.max-concurent", "3"], "max_concurrent|max-concurrent"),
         (["--judge.grader.sampling", '{"stream": true}'], "each request sets stream itself: remove it"),
-        (["--judge", '{"A B": {"model": "m"}}'], "is no name for a judge"),
+        (["--judge", '{"A B": {"model": "m"}}'], "is not a valid name for a judge"),
     ):
         with pytest.raises(ConfigError, match=named):
             rl_config(*words)

@@ -227,7 +227,7 @@ def test_a_child_that_hangs_on_the_second_node_is_found_and_shows_its_stack(laun
     ("code", "words"),
     [
         ("import sys; sys.exit('no such module')", ["n7", "exit code 1", "| no such module"]),
-        ("print('Welcome to n7!')", ["n7", "a line that is no message", "Welcome to n7!"]),
+        ("print('Welcome to n7!')", ["n7", "a line that is not a message", "Welcome to n7!"]),
         ("""print('{"type":"Refusal","fault":"a GPU twice"}')""", ["n7", "a GPU twice"]),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_node_that_falls_silent_is_lost_although_its_connection_stays(local: L
         events = iter(lambda: host.next_event(None), None)
         event = next(each for each in events if isinstance(each, NodeLost) and each.node == 0)
         os.kill(channel.pid, signal.SIGCONT)
-    assert "said nothing for 3 s" in event.fault
+    assert "no message from its agent for 3 s" in event.fault
 
 
 BROKEN_AGENT = """

@@ -137,7 +137,7 @@ def test_ctrl_c_while_a_failed_run_stops_ends_it_now() -> None:
 
 def test_a_lost_node_that_comes_back_while_the_others_stop_is_not_heard() -> None:
     specs = (replace(spec("trainer", True), node=0), replace(spec("trainer_rank_1", True), node=1))
-    lost = NodeLost(1, "node n1 is gone: its agent said nothing for 20 s")
+    lost = NodeLost(1, "node n1 is gone: no message from its agent for 20 s")
     host = FakeHost([lost, Exited("trainer_rank_1", 1), Exited("trainer", 143)])
     said: list[str] = []
     outcome = Supervisor(specs, host, said.append).run()
@@ -175,7 +175,7 @@ def test_sigusr1_goes_to_the_trainer_and_the_run_goes_on() -> None:
 
 def test_sigusr1_before_the_trainer_listens_is_said_and_lost() -> None:
     events = [Signalled(SIGUSR1), Exited("orchestrator", 0), Exited("trainer", 0), Exited("inference", 0)]
-    assert "trainer does not listen to SIGUSR1 yet" in run(FakeHost(events, listening=False))[1]
+    assert "trainer does not handle SIGUSR1 yet" in run(FakeHost(events, listening=False))[1]
 
 
 def test_a_program_that_cannot_be_started_stops_those_that_were() -> None:

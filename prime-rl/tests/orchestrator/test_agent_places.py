@@ -127,7 +127,7 @@ async def test_a_class_and_a_function_get_their_judge_by_name(attempted: Attempt
         assert (await attempted("asks_judge", judge="grader"))[0].reward == 1.0
         with pytest.raises(EnvironmentFault, match="'placed_agents:with_client' has none of the arguments"):
             await attempted("with_client", judge="grader")
-    with pytest.raises(EnvironmentFault, match="no run offers it"):
+    with pytest.raises(EnvironmentFault, match="not part of a run that starts the judge"):
         await attempted("asks_judge", judge="grader")
 
 

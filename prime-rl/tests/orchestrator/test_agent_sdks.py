@@ -144,7 +144,7 @@ async def test_a_foreign_process_starts_a_session_sets_its_reward_and_ends_it(pr
         async with AsyncOpenAI(base_url=proxy.base_url, api_key=proxy.starter_key, max_retries=0) as starter:
             started = await starter.post("/rl/start_session", body={"wait_s": 60}, cast_to=dict[str, Any])
             assert (started["task"], started["base_url"]) == ({"text": "abc"}, proxy.base_url)
-            with pytest.raises(RateLimitError, match="no attempt waits"):
+            with pytest.raises(RateLimitError, match="no attempt is waiting"):
                 await starter.post("/rl/start_session", body={}, cast_to=object)
         async with AsyncOpenAI(base_url=started["base_url"], api_key=started["api_key"], max_retries=0) as agent:
             completion = await agent.chat.completions.create(model=started["model"], messages=HELLO)

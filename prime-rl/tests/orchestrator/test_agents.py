@@ -342,7 +342,7 @@ def test_megabytes_of_output_disturb_nothing(attempted, capfd) -> None:
 
 def test_a_buffer_that_skips_rewards_is_refused_for_an_agent() -> None:
     agent = EnvConfig(name="mine", workflow="my_agents:echo", agent_dataset="rows.jsonl")
-    with pytest.raises(ValueError, match="skip_verification does not go with workflow: the agent of 'mine' gives"):
+    with pytest.raises(ValueError, match="skip_verification cannot be used with workflow: the agent of 'mine' gives"):
         OrchestratorConfig(env=[agent], buffer=BufferConfig(skip_verification=True), advantage=None)
 
 

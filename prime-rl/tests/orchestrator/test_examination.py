@@ -101,7 +101,7 @@ def test_the_smallest_limit_counts_and_one_below_seq_len_is_warned_of(
 def test_groups_of_one_rollout_are_warned_of(settings: dict[str, Any], count: int) -> None:
     lines = config_warnings(OrchestratorConfig(**settings), Room(2048, ""))
     assert len(lines) == count
-    assert all("a group has one rollout, and its reward is compared with nothing" in line for line in lines)
+    assert all("a group has only one rollout, so all advantages are 0" in line for line in lines)
 
 
 @pytest.mark.parametrize("model", ["letters", "someone/letters", "/nowhere/letters", "./letters"])

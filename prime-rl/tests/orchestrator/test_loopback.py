@@ -33,7 +33,7 @@ class Server:
             request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
             request.transport.close()
         if text == "refuses":
-            return web.json_response({"error": {"message": "no such session"}}, status=401)
+            return web.json_response({"error": {"message": "no session with this API key"}}, status=401)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
         body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
         if text != "streams":
@@ -89,7 +89,7 @@ async def test_a_streamed_answer_is_read() -> None:
 
 async def test_a_refusal_a_cut_and_a_time_limit_are_errors_and_the_next_request_is_answered() -> None:
     async with asking(Server()) as ask:
-        with pytest.raises(openai.AuthenticationError, match="no such session"):
+        with pytest.raises(openai.AuthenticationError, match="no session with this API key"):
             await ask("refuses")
         with pytest.raises(openai.APIConnectionError):
             await ask("cuts")

@@ -56,14 +56,14 @@ def test_the_latest_step_is_the_trainers_latest_complete_one(checkpoints: Checkp
 def test_without_a_trainer_checkpoint_latest_is_refused_and_auto_starts_afresh(checkpoints: Checkpoints) -> None:
     save(checkpoints, 0, 1)
     assert checkpoints.resolve(AUTO) is None
-    with pytest.raises(OrchestratorError, match="there is nothing to resume"):
+    with pytest.raises(OrchestratorError, match="nothing to resume"):
         checkpoints.resolve(LATEST)
 
 
 def test_a_step_without_our_part_is_refused_and_the_message_names_one_that_has_both(checkpoints: Checkpoints) -> None:
     save(checkpoints, 2)
     save_trainer(checkpoints, 2, 5)
-    with pytest.raises(OrchestratorError, match=r"checkpoint of step 5 has no counterpart .*: resume from 2"):
+    with pytest.raises(OrchestratorError, match=r"checkpoint of step 5 has no matching checkpoint .*: resume from 2"):
         checkpoints.resolve(5)
     assert checkpoints.resolve(LATEST) == 2
 

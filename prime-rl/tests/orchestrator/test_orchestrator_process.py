@@ -305,7 +305,7 @@ def test_a_run_that_trains_an_adapter_asks_for_it_from_its_first_version_on_and_
 def test_resuming_a_step_that_was_not_saved_is_refused_in_one_line(start) -> None:
     run = start(max_steps=4, ckpt={"resume_step": 3})
     assert run.finish() == 1
-    assert "the trainer's checkpoint of step 3 has no counterpart" in run.log
+    assert "the trainer's checkpoint of step 3 has no matching checkpoint" in run.log
     assert len(run.log.splitlines()) == 1
 
 

@@ -60,7 +60,7 @@ def test_rewards_that_tell_nothing_are_warned_of(batch: list[Rollout], words: st
 def test_groups_of_one_rollout_are_named_as_the_reason() -> None:
     groups = [Group([each]) for each in rollouts(0.0, 1.0, advantage=0.0) * 16]
     (warning,) = RewardWatch({"letters": {}}).observe(0, groups)
-    assert warning.endswith("; a group has one rollout, compared with nothing")
+    assert warning.endswith("; with one rollout per group, advantages are 0: raise orchestrator.rollouts_per_example")
     assert "one rollout" not in RewardWatch({"letters": {}}).observe(0, [Group(ZERO)])[0]
 
 

@@ -382,9 +382,9 @@ async def test_closing_cancels_all_groups_and_waits_for_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rewards", "reason", "advice"),
     [
-        ((0.0, 0.0), "every reward 0", "take easier examples"),
-        ((1.0, 1.0), "every reward 1", "take harder examples"),
-        ((0.5, 0.5), "equal rewards", "give rewards that differ"),
+        ((0.0, 0.0), "every reward 0", "use easier examples"),
+        ((1.0, 1.0), "every reward 1", "use harder examples"),
+        ((0.5, 0.5), "equal rewards", "use rewards that differ"),
     ],
 )
 async def test_a_run_whose_groups_are_rejected_says_how_many_why_and_what_to_change(

@@ -268,5 +268,5 @@ def test_an_endless_environment_is_in_no_pool_and_with_others_needs_a_ratio(roll
     assert alone.accepts(group)
     assert alone.sample().row == 3
     assert alone.take_metrics()["evicted_examples/easy"] == 0
-    with pytest.raises(EnvironmentFault, match=r"'stream' has rows without end.*: set buffer\.env_ratios"):
+    with pytest.raises(EnvironmentFault, match=r"'stream' has endless rows.*: set buffer\.env_ratios"):
         endless(BufferConfig())

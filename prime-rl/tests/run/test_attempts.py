@@ -56,7 +56,7 @@ def test_parts_that_stand_at_different_steps_are_a_warning(paths: RunPaths, monk
     for part, step in (("trainer", 4), ("orchestrator", 3)):
         report(paths, part, step, monkeypatch)
     warning = list(receipt.collect())[-1]
-    assert warning.startswith("warning: attempt 1 was to continue at step 4, and stands elsewhere: ")
+    assert warning.startswith("warning: attempt 1 was to continue at step 4, but its parts are at these steps: ")
     assert "trainer at step 4, orchestrator at step 3; receipt: " in warning
 
 
@@ -73,7 +73,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(
     monkeypatch.setenv(RESTORED_VARIABLE, str(paths.restored("trainer")))
     monkeypatch.setattr(get_logger(), "handlers", [caplog.handler])
     report_restored("step 4", {"step": 4})
-    assert "the receipt lacks this part, because" in caplog.text
+    assert "this part is missing from the attempt's receipt" in caplog.text
 
 
 def test_a_part_that_was_started_alone_reports_nothing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

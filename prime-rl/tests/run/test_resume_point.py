@@ -49,7 +49,9 @@ def test_latest_is_the_newest_step_that_trainer_and_orchestrator_both_have(paths
     save_trainer(paths, 6)
     step, passed_over = choose(paths, LATEST)
     assert step == 4
-    assert passed_over == (f"the trainer's step 6 has no counterpart {paths.orchestrator.checkpoint(6)}",)
+    assert passed_over == (
+        f"the trainer's step 6 has no matching checkpoint of the orchestrator, {paths.orchestrator.checkpoint(6)}",
+    )
 
 
 def test_a_save_that_did_not_end_and_one_without_its_marker_are_passed_over_by_name(paths: RunPaths) -> None:
@@ -100,7 +102,7 @@ def test_a_step_that_is_not_there_is_refused_with_the_nearest_one_that_is(paths:
 
 
 def test_with_nothing_saved_latest_is_refused_and_auto_starts_a_new_run(paths: RunPaths) -> None:
-    with pytest.raises(RunDirError, match=r"there is nothing to resume: .* start a new run without --resume"):
+    with pytest.raises(RunDirError, match=r"nothing to resume: .* start a new run without --resume"):
         choose(paths, LATEST)
     with pytest.raises(RunDirError, match=r"complete steps: none\)$"):
         choose(paths, 3)

@@ -305,7 +305,7 @@ def test_the_latest_complete_step_is_resumed(tmp_path: Path, mesh: Mesh) -> None
 
 def test_without_checkpoints_latest_is_refused_and_auto_starts_from_scratch(tmp_path: Path, mesh: Mesh) -> None:
     assert manager(tmp_path, mesh, resume_step=AUTO).resume_step() is None
-    with pytest.raises(CheckpointError, match="there is nothing to resume"):
+    with pytest.raises(CheckpointError, match="nothing to resume"):
         manager(tmp_path, mesh, resume_step=LATEST).resume_step()
 
 

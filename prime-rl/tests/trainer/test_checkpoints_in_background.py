@@ -105,7 +105,7 @@ def test_a_failed_write_is_reported_by_the_next_save(tiny_model_dir: Path, tmp_p
     checkpoints.save(state, {})
     checkpoints.mark_best(2, 1.0)
     with pytest.raises(
-        CheckpointError, match=r"could not write a checkpoint; those written before are whole: .*step_2"
+        CheckpointError, match=r"could not write a checkpoint; earlier checkpoints are complete: .*step_2"
     ):
         checkpoints.save(state, {})
     assert stable_steps(paths.checkpoints) == [1]

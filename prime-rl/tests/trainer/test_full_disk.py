@@ -87,7 +87,7 @@ def test_the_last_good_checkpoint_stays_intact_and_can_be_resumed(
     ckpt = {"interval": 1, "async_save": async_save}
     errors = errors_of(SFTConfig(**config, output_dir=paths.root, ckpt=ckpt), capsys)
     assert len(errors) == 1
-    assert "could not write a checkpoint; those written before are whole: " in errors[0]
+    assert "could not write a checkpoint; earlier checkpoints are complete: " in errors[0]
     assert "No space left on device" in errors[0]
     good = stable_steps(paths.checkpoints)
     assert good

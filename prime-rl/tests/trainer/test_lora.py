@@ -349,7 +349,7 @@ def test_unknown_names_are_one_line_with_the_nearest_ones(
     assert '"q_prj" matches no linear layer of this model; nearest: q_proj' in fault(target_modules=["q_prj"])
     assert "nearest: down_proj, gate_proj, k_proj" in fault(target_modules=["zzz"])
     assert '"nrm" matches no module' in fault(modules_to_save=["nrm"])
-    assert "matches nothing to adapt: experts" in fault(target_modules=["experts"])
+    assert "matches no module that can be adapted: experts" in fault(target_modules=["experts"])
     assert "lm_head shares its weight with model.embed_tokens" in fault(target_modules=["q_proj", "lm_head"])
     assert "can only be adapted together" in fault(moe_model_dir, target_modules=["q_proj", "up_proj"])
 

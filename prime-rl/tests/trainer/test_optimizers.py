@@ -233,7 +233,7 @@ def test_offloading_on_a_cpu_logs_that_it_has_no_effect(capsys: pytest.CaptureFi
     setup_logger("info")
     optimizer = setup_optimizer(AdamWConfig(lr=1e-2), Net(), states_on_host=True)
     assert "step" not in vars(optimizer)
-    assert "model.optim_cpu_offload has nothing to do on a CPU" in capsys.readouterr().out
+    assert "model.optim_cpu_offload has no effect on a CPU" in capsys.readouterr().out
 
 
 def test_the_returned_norm_is_the_norm_before_clipping() -> None:

@@ -87,7 +87,7 @@ def find_chat_models(weights: str, base: str | None = None) -> FoundModels:
             raise StartFault(f"{weights}: {fault}")
         return _with_base(ChatModel(weights, weights), None, base)
     if not path.is_dir():
-        raise StartFault(f"{weights}: a file; name the folder of a model, an adapter or a run")
+        raise StartFault(f"{weights}: this is a file; give the folder of a model, an adapter or a run")
     return _in_folder(_newest(path), base)
 
 
@@ -119,15 +119,15 @@ def _in_folder(folder: Path, base: str | None) -> FoundModels:
     if (folder / ADAPTER_CONFIG).is_file():
         origin = base or _adapted_model(folder, of_run)
         if origin is None:
-            raise StartFault(f"{folder}: an adapter; name the model that it adapts with --base")
+            raise StartFault(f"{folder}: this is an adapter; give its base model with --base")
         if fault := model_fault(origin, StartDir()):
-            raise StartFault(f"{folder} adapts {origin}: {fault}; name that model with --base")
+            raise StartFault(f"{folder} adapts {origin}: {fault}; give that model with --base")
         return FoundModels(ChatModel(str(folder), origin, adapter=str(folder)), ChatModel(origin, origin))
     origin = base or of_run
     if not (folder / "config.json").is_file() and (folder / "model.safetensors").is_file() and origin is not None:
         # A broadcast holds tensors only.
         if fault := model_fault(origin, StartDir()):
-            raise StartFault(f"{folder} holds weights of {origin}: {fault}; name that model with --base")
+            raise StartFault(f"{folder} holds weights of {origin}: {fault}; give that model with --base")
         return _with_base(ChatModel(str(folder), origin, weights=str(folder)), origin, base)
     if fault := model_fault(str(folder), StartDir()):
         raise StartFault(f"{folder}: {fault}{_models_inside(folder)}")

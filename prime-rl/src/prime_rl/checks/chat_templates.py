@@ -87,8 +87,8 @@ def read_template(key: str, template: str, start: StartDir | None = None) -> str
         near = _nearest(template, path)
         shown = template if len(template) <= _SHOWN_CHARACTERS else f"{template[:_SHOWN_CHARACTERS]}…"
         raise StartFault(
-            f"{key} = {shown!r}: no such file, and no Jinja text, which has {{{{ or {{%; "
-            + (f"did you mean {near!r}?" if near else f"known by name: {', '.join(NAMED)}")
+            f"{key} = {shown!r}: no such file, and not Jinja text, which contains {{{{ or {{%; "
+            + (f"did you mean {near!r}?" if near else f"built-in names: {', '.join(NAMED)}")
         )
     return ""
 
@@ -99,7 +99,7 @@ def _read_file(place: str, path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise StartFault(f"{place}: the file cannot be read: {error}") from error
     if not _is_jinja(text):
-        raise StartFault(f"{place}: the file holds no Jinja text, which has {{{{ or {{%")
+        raise StartFault(f"{place}: the file is not Jinja text, which contains {{{{ or {{%")
     return _checked(place, text)
 
 

@@ -83,7 +83,7 @@ def _check_contents(parts: list[Part], start: StartDir) -> None:
     for part in parts:
         # The processes of a run here are the same user's.
         if sealed := next((file for file in part.files if start.is_here and not os.access(file, os.R_OK)), None):
-            raise StartFault(f"{part.key} = {part.name}: you may not read {sealed}")
+            raise StartFault(f"{part.key} = {part.name}: you do not have permission to read {sealed}")
         if part.files and not any(file.stat().st_size for file in part.files):
             raise StartFault(f"{part} has no rows: {part.files[0]} is empty")
 
@@ -96,7 +96,7 @@ def _found(part: Part, start: StartDir) -> Part:
     path, place = start.find(given), f"{part.key} = {part.name}"
     if path.is_file():
         if part.subset is not None or part.split != "train":
-            raise StartFault(f"{place} is a file, which has no subset or split {part.subset or part.split}")
+            raise StartFault(f"{place} is a single file, so it has no subset or split {part.subset or part.split}")
         if kind_of(path) is None:
             raise StartFault(f"{place}: unknown file type; known are {KNOWN_KINDS}")
         return _with_files(part, (path,))

@@ -119,7 +119,10 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
         elif python is None and start.has_our_packages:
             yield NotInstalled(no_vllm())
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
-        yield f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}): vLLM refuses that"
+        yield (
+            f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}), which vLLM does not "
+            "accept: raise it"
+        )
 
 
 def _at(config: InferenceConfig, key: str) -> Any:

@@ -62,4 +62,4 @@ def trial_faults(
     lines = done.stderr.splitlines()
     faults = [line.removeprefix(_FAULT) for line in lines if line.startswith(_FAULT)]
     end = "ended by a signal" if done.returncode < 0 else f"ended with status {done.returncode}"
-    return faults or [f"loading the environments {end}: {(lines or ['without a word'])[-1]}"]
+    return faults or [f"loading the environments {end}: {(lines or ['no output'])[-1]}"]

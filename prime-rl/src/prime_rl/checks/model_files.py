@@ -42,7 +42,7 @@ def quantization_fault(settings: Any) -> str | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     how = f" ({method})" if method else ""
-    return f"its weights are quantized{how}, which training does not support: name its version in bfloat16 or float32"
+    return f"its weights are quantized{how}, which training does not support: use its version in bfloat16 or float32"
 
 
 def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str | None:
@@ -82,12 +82,12 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (folder / "adapter_config.json").is_file():
-            raise StartFault("the folder holds an adapter, not a model: name the model that it adapts") from None
+            raise StartFault("the folder holds an adapter, not a model: give its base model") from None
         raise StartFault("the folder has no config.json") from None
     except (OSError, ValueError) as error:
         raise StartFault(f"its config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise StartFault("its config.json holds no JSON object")
+        raise StartFault("its config.json is not a JSON object")
     return config
 
 

@@ -226,7 +226,9 @@ def _tell(line: str) -> None:
 def interpreter_fault(python: Path, *modules: str) -> str | None:
     """Why modules cannot be loaded in another interpreter, apart from what their code does. Takes 0.1 s."""
     if not os.access(python, os.X_OK) or python.is_dir():
-        return f"python = {str(python)!r} is not a program: name an interpreter, as in env/.venv/bin/python"
+        return (
+            f"python = {str(python)!r} is not a program: give the path of an interpreter, such as env/.venv/bin/python"
+        )
     try:
         found = subprocess.run(
             [str(python), "-c", _FIND, *modules],
@@ -241,7 +243,7 @@ def interpreter_fault(python: Path, *modules: str) -> str | None:
         return f"python = {str(python)!r} does not run: {error}"
     if found.returncode != 0:
         last = (found.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"python = {str(python)!r} is no Python 3.10 or later: {last}"
+        return f"python = {str(python)!r} is not Python 3.10 or later: {last}"
     missing = found.stdout.split()
     if not missing:
         return None

@@ -175,7 +175,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _header_faults("orchestrator.teacher_model.client", teacher.client, start)
         if (token := other_token(trainer.model.name, teacher.model.name, start)) is not None:
             yield (
-                f"the teacher {teacher.model.name} has another tokenizer than {trainer.model.name}: token {token}; "
+                f"the teacher {teacher.model.name} has a different tokenizer from {trainer.model.name}: token {token}; "
                 "use a teacher with the same tokenizer"
             )
     if server is not None:

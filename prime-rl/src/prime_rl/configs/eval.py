@@ -116,7 +116,7 @@ class OfflineEvalConfig(KeptRunConfig):
     def _start_a_server(self) -> Self:
         has_server = "base_url" in self.client.model_fields_set or self.client.is_elastic
         if not has_server and "inference" not in self.model_fields_set:
-            derive(self, "client.base_url names no server", inference=InferenceConfig())
+            derive(self, "client.base_url is empty: give the URL of a server", inference=InferenceConfig())
         return self
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class OfflineEvalConfig(KeptRunConfig):
     def _check(self) -> Self:
         faults = [*self._list_faults(), *self._step_faults()]
         if not self.env and not self.environment_ids:
-            faults.append("no environment: name one with `environment_ids` or [[env]]")
+            faults.append("there is no environment: give one with `environment_ids` or [[env]]")
         faults += repeated_names("env", [*self.env, *(EvalEnvConfig(id=each) for each in self.environment_ids)])
         faults += judge_faults("env", self.env, self.judge)
         if self.inference is not None and self.inference.model.name != self.model.name:

@@ -99,7 +99,7 @@ class LoRAConfig(BaseConfig):
 
     def _faults(self) -> Iterator[str]:
         if not self.target_modules:
-            yield "target_modules is empty: it leaves nothing to adapt"
+            yield "target_modules is empty: name at least one module to adapt"
         for key in ("target_modules", "modules_to_save"):
             for pattern in filter(is_regex, getattr(self, key)):
                 try:

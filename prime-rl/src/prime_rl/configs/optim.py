@@ -116,7 +116,7 @@ class BaseOptimizerConfig(BaseConfig):
     @model_validator(mode="after")
     def _check_max_norm(self) -> Self:
         if self.max_norm == 0:
-            text = "optim.max_norm = 0 makes every gradient 0, so that nothing is trained; 1e9 turns clipping off"
+            text = "optim.max_norm = 0 makes every gradient 0, so nothing would be trained; 1e9 turns clipping off"
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
 

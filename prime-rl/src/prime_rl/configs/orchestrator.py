@@ -146,11 +146,11 @@ class TeacherModelConfig(BaseConfig):
 
 
 class CheckpointConfig(BaseConfig):
-    """Checkpoints of the orchestrator. Every checkpoint of the trainer has a counterpart, which is kept as long as it.
+    """Checkpoints of the orchestrator. Every checkpoint of the trainer has a matching one, which is kept as long as it.
     `interval`, `keep_last` and `keep_interval` keep more of them."""
 
     interval: Count | None = None
-    """Steps between two checkpoints. None keeps only the counterparts of the trainer's, and the last one."""
+    """Steps between two checkpoints. None keeps only those that match the trainer's, and the last one."""
 
     resume_step: ResumeStep | None = None
     """Step to continue from; `--resume` is short for it. `latest` (or -1) is the newest that all parts of the run have
@@ -412,17 +412,26 @@ class OrchestratorConfig(RootConfig):
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
         if self.servers_sleep and (self.max_async_level or self.bench):
             found = "bench = true" if self.bench else self.max_async_level
-            yield f"inference.enable_sleep_mode needs max_async_level = 0 (got {found}): asleep, it samples nothing"
+            yield (
+                f"inference.enable_sleep_mode needs max_async_level = 0 (got {found}): a sleeping server cannot "
+                "generate"
+            )
         if self.weight_broadcast.type == "nccl" and self.client.is_elastic:
             yield "client.elastic needs weight_broadcast.type = 'filesystem': an NCCL group cannot change its members"
         if self.rollouts_per_example == 1 and self._compares_in_groups:
-            yield "rollouts_per_example is 1: with nothing to compare it to in its group, no rollout would teach"
+            yield (
+                "rollouts_per_example is 1: a rollout alone in its group has advantage 0, so nothing would be learned; "
+                "set 2 or more"
+            )
         elif self.rollouts_per_example == 1 and self._drops_every_single:
             yield "rollouts_per_example is 1, and buffer.drop_equal_rewards drops every group of one rollout: raise it"
         yield from repeated_names("env", self.env)
         yield from repeated_names("eval.env", [] if self.eval is None else self.eval.env)
         if self.buffer.skip_verification and (scored := [env.name or env.id for env in self.env if env.is_agent]):
-            yield f"buffer.skip_verification does not go with workflow: the agent of {scored[0]!r} gives its own reward"
+            yield (
+                f"buffer.skip_verification cannot be used with workflow: the agent of {scored[0]!r} gives its own "
+                "reward"
+            )
         yield from judge_faults("env", self.env, self.judge)
         yield from judge_faults("eval.env", [] if self.eval is None else self.eval.env, self.judge)
         if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):

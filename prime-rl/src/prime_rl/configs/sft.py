@@ -146,7 +146,7 @@ class SourceConfig(RowFormatConfig):
 
 
 class SFTEvalConfig(BaseConfig):
-    """Evaluation during SFT. An inference server of its own loads the exported weights, while training goes on."""
+    """Evaluation during SFT. A separate inference server loads the exported weights, while training goes on."""
 
     env: list[EvalEnvConfig] = Field([])
     """The environments."""
@@ -390,9 +390,9 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
     network_interface: NetworkInterfaces | None = None
-    """Network interface through which the nodes reach each other, such as `eth1`. Holds for all addresses of the run,
-    gloo and NCCL. Of several, with commas between, each node uses the first that it has. None takes
-    `GLOO_SOCKET_IFNAME`, or else chooses."""
+    """Network interface through which the nodes reach each other, such as `eth1`: for all addresses of the run, gloo
+    and NCCL. With several names, as in `ib0,eth1`, each node uses the first that it has. None takes
+    `GLOO_SOCKET_IFNAME`, or chooses."""
 
 
 SFTDeploymentConfig = Annotated[SingleNodeDeploymentConfig | MultiNodeDeploymentConfig, Field(discriminator="type")]
@@ -624,7 +624,7 @@ def evaluation_faults(config: SFTConfig) -> Iterator[str]:
             yield "[inference] is the server of [eval], which is missing: add [eval], or remove [inference]"
         return
     if not evaluation.env:
-        yield "eval has no environment: name one with [[eval.env]]"
+        yield "eval has no environment: add [[eval.env]]"
     if evaluation.num_examples == 0:
         yield "eval.num_examples is 0: at least 1, or -1 for all"
     yield from repeated_names("eval.env", evaluation.env)

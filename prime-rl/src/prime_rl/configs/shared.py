@@ -186,7 +186,7 @@ class LogExtrasConfig(BaseConfig):
     """Samples and distributions to send to a monitor."""
 
     samples: bool = False
-    """Send prompts and answers. They may hold patient data, so PRIME-RL's default, true, is not ours."""
+    """Send prompts and answers. They may hold patient data, so the default is false; in PRIME-RL it is true."""
 
     distributions: bool = True
     """Send distributions of rewards and advantages."""

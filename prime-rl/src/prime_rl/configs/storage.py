@@ -94,10 +94,10 @@ class StorageConfig(BaseConfig):
     """Also upload kept rollouts and results of evaluations: prompts and completions, which may hold patients' texts."""
 
     upload_every: Seconds = 60
-    """Seconds between two looks for what is new. Failed uploads wait longer."""
+    """Seconds between two checks for new files. Failed uploads wait longer."""
 
     max_held: WholeNumber = 4
-    """Most checkpoints that stay on this disk only because they are not uploaded yet. With more, the oldest is deleted
+    """Maximum number of checkpoints kept on this disk only until they are uploaded. Beyond it, the oldest is deleted
     unless `[ckpt]` keeps it."""
 
     final_wait: WholeNumber = 600

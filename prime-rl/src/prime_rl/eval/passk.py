@@ -34,7 +34,7 @@ class PassPlan:
     table: str
     """File to write: JSON Lines, or CSV if its name ends in `.csv`."""
     threshold: float = 1.0
-    """Least reward of a right answer."""
+    """Minimum reward of a correct answer."""
     step: int | None = None
     """Step of the evaluated weights. None if the results have one step only."""
     env: str | None = None
@@ -74,7 +74,9 @@ def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
     kept = KeptRollouts(RunPaths(Path(plan.output_dir)))
     steps = kept.evaluations()
     if plan.step is None and len(steps) > 1:
-        raise RowsFault(f"--step: results are there of the weights of steps {', '.join(map(str, steps))}: choose one")
+        raise RowsFault(
+            f"--step: there are results for the weights of several steps ({', '.join(map(str, steps))}): choose one"
+        )
     step = plan.step if plan.step is not None else next(iter(steps), None)
     if step not in steps:
         raise RowsFault(f"{kept.results}: no results{'' if step is None else f' of the weights of step {step}'}")
@@ -86,7 +88,7 @@ def _rewards(plan: PassPlan) -> Iterator[tuple[str, str, float]]:
         if (plan.env is None or rollout.env == plan.env) and rollout.error is None and reward is not None:
             if not isinstance(prompt_id, str) or not prompt_id:
                 raise RowsFault(
-                    f"{kept.results} was written by an earlier version, without prompt ids: name another --output-dir"
+                    f"{kept.results} was written by an earlier version, without prompt ids: choose another --output-dir"
                 )
             found.append((rollout.env, rollout.row or 0, rollout.rollout or 0, prompt_id, reward))
     if not found:
@@ -133,7 +135,7 @@ def write(plan: PassPlan) -> str:
     if plan.curriculum is not None:
         ids = ordered(rates, plan)
         if not ids:
-            raise RowsFault(f"no prompt has a pass rate in the band of --min-pass-rate and --max-pass-rate; {lines[0]}")
+            raise RowsFault(f"no prompt has a pass rate between --min-pass-rate and --max-pass-rate; {lines[0]}")
         write_order(ids, Path(plan.curriculum))
         first = "easy" if plan.order == "easy" else "hard"
         lines.append(f"{count_of('prompt', len(ids))} in {plan.curriculum}, the {first} ones first")

@@ -70,7 +70,7 @@ class RunHistory:
         for component, kind in _MAIN_CONFIGS.items():
             if paths.config(component).is_file():
                 return cls(paths, kind, component)
-        raise UserError(f"{directory} is no run: {_instead(directory)}")
+        raise UserError(f"{directory} is not the directory of a run: {_instead(directory)}")
 
     def refresh(self) -> bool:
         """Read what is new. True if there are new metrics."""
@@ -127,7 +127,9 @@ class RunHistory:
             return RunState("complete" if is_complete else "unknown")
         if seen_s is None:
             return RunState(
-                "unknown", "no end is recorded, and there is no lock, as in a copy", self._last_seen_s(last)
+                "unknown",
+                "no end is recorded and there is no run.lock, for example because this is a copy",
+                self._last_seen_s(last),
             )
         return RunState("killed", "the launcher was killed", seen_s)
 
@@ -152,12 +154,12 @@ def _is_alive(holder: Holder, silent_s: float) -> bool:
 
 def _instead(directory: Path) -> str:
     if not directory.is_dir():
-        return "there is no such directory" if not directory.exists() else "it is a file; name the run's directory"
+        return "there is no such directory" if not directory.exists() else "it is a file; give the run's directory"
     runs = [child.name for child in sorted(directory.iterdir()) if _is_run(child)]
     if runs:
-        return f"it holds runs; name one: {', '.join(runs[:5])}{', …' if len(runs) > 5 else ''}"
+        return f"it contains runs; give one of them: {', '.join(runs[:5])}{', …' if len(runs) > 5 else ''}"
     if any(_is_run(parent) for parent in directory.resolve().parents[:3]):
-        return "it lies in one; name that run's own directory"
+        return "it is inside a run's directory; give that directory"
     return "it has no configs/rl.toml, sft.toml or eval.toml"
 
 

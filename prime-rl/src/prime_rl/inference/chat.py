@@ -135,7 +135,7 @@ def converse(plan: ChatPlan, speakers: list[Speaker]) -> int:
         elif message in ("/quit", "/exit"):
             break
         elif message.startswith("/"):
-            _tell(f"{message.split()[0]}: no such command. {HELP}")
+            _tell(f"{message.split()[0]}: unknown command. {HELP}")
         elif message:
             answered = [_show(speaker, message, plan) for speaker in speakers]
             succeeded = succeeded and all(answered)
@@ -191,7 +191,7 @@ def _entered(model: ChatModel, plan: ChatPlan, closing: ExitStack) -> Speaker | 
         if not model.is_optional:
             _tell(f"error: {error}")
             raise SystemExit(1) from None
-        _tell(f"warning: no base model answers: {error}")
+        _tell(f"warning: chatting without the base model: {error}")
         return None
 
 
@@ -204,7 +204,7 @@ def main() -> None:
     with ExitStack() as closing:
         speakers = [speaker for model in plan.models if (speaker := _entered(model, plan, closing)) is not None]
         if plan.no_base:
-            _tell(f"warning: no base model answers: {plan.no_base}")
+            _tell(f"warning: chatting without the base model: {plan.no_base}")
         # From here on Ctrl-C ends an answer.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

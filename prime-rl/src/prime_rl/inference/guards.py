@@ -105,7 +105,9 @@ class BoundBodies:
             received = f"{len(body)} bytes of the body arrived within {self.timeout_s:g} s"
             raise RequestError(f"{received}, and not the rest", HTTPStatus.REQUEST_TIMEOUT) from exc
         if (marks := sum(map(body.count, _MARKS))) > MAX_MARKS:
-            raise RequestError(f"The body has {marks} opening brackets and quotation marks, the limit is {MAX_MARKS}")
+            raise RequestError(
+                f"The body has {marks} opening brackets and quotation marks; at most {MAX_MARKS} are allowed"
+            )
         return bytes(body)
 
     def _too_large(self) -> RequestError:

@@ -214,7 +214,7 @@ def check_base_version(version: int) -> None:
     """Raise WeightError unless the server holds its initial weights, because adapters are trained on those."""
     if version != 0:
         raise WeightError(
-            f"this server holds weights of version {version}, but adapters need its initial weights: "
+            f"this server has weights of version {version}, but adapters need its initial weights: "
             "POST /reload_weights first"
         )
 

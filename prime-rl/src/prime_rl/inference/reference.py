@@ -163,9 +163,9 @@ curl -s localhost:8000/v1/completions -H "Authorization: Bearer $VLLM_API_KEY" -
     -d '{"prompt": "aspirin", "max_tokens": 8, "logprobs": 0}'
 ```
 
-Both engines have these routes; [inference.md](inference.md) shows how to start a server. vLLM's has routes and fields
-of its own, too. An argument that is not listed, and a request beyond a [limit](inference.md#limits), is refused. With
-`key`, a request needs the header `Authorization: Bearer KEY`.
+Both engines have these routes; [inference.md](inference.md) shows how to start a server. vLLM's has
+further routes and fields. An argument that is not listed, and a request beyond a [limit](inference.md#limits), is
+refused. With `key`, a request needs the header `Authorization: Bearer KEY`.
 """
 
 ERRORS = """\

@@ -26,8 +26,7 @@ def in_time(work: Callable[[], Result], limit_s: float = MAX_RENDER_S) -> Result
             return work()
     except OutOfTime:
         raise RequestError(
-            f"Rendering and tokenizing the messages takes more than {limit_s:g} s: look for a loop in the chat "
-            "template",
+            f"Rendering and tokenizing the messages takes more than {limit_s:g} s: check the chat template for a loop",
             param="messages",
         ) from None
 

@@ -86,14 +86,17 @@ class Registry:
         try:
             table = json.loads(self.file.read_text(encoding="utf-8"))
             if table["format"] != FORMAT:
-                raise UserError(f"{self.file} has the format {table['format']!r}, not {FORMAT}: install again")
+                raise UserError(
+                    f"{self.file} was written by another version of medarc-rl (format {table['format']!r}, not "
+                    f"{FORMAT}): delete it, and install the environments again"
+                )
             found = [InstalledEnvironment(**each) for each in table["environments"]]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise UserError(f"{self.file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.file} is damaged: remove it, and install the environments again") from error
+            raise UserError(f"{self.file} is damaged: delete it, and install the environments again") from error
         return sorted(found, key=lambda each: each.id)
 
     def find(self, env_id: str) -> InstalledEnvironment | None:

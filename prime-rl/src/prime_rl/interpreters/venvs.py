@@ -102,7 +102,7 @@ class Uv:
         """Raises RunError if uv is not installed."""
         found = shutil.which("uv")
         if found is None:
-            raise RunError("making an interpreter needs uv, which is not installed: https://docs.astral.sh/uv")
+            raise RunError("creating an interpreter needs uv, which is not installed: see https://docs.astral.sh/uv")
         self._program = found
         self._directory = directory
 

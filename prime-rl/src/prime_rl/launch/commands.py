@@ -89,7 +89,7 @@ def _resume_notes(config: SFTConfig | RLConfig, paths: RunPaths, resume_step: in
         return []
     saved = SavedSteps.of(paths)
     markers = saved.unchecked(resume_step)
-    unchecked = [f"warning: {marker} holds no hashes: its files are not checked" for marker in markers]
+    unchecked = [f"warning: {marker} has no hashes, so its files are not verified" for marker in markers]
     if wanted >= 0:
         return [*unchecked, *_moved_notes(paths, wanted)]
     return unchecked + [

@@ -79,9 +79,9 @@ class Job:
     def how_to_continue(self, argv: Sequence[str], env: Mapping[str, str]) -> str:
         """Tell how to continue the job that `argv` started, in one line or two."""
         if self.resume is None:
-            return "nothing was saved to continue from: [ckpt] is not set"
+            return "no checkpoint was saved, because [ckpt] is not set: the run cannot be continued"
         if self.resume and not stable_steps(self.paths.checkpoints):
-            return "no step was saved yet: start again"
+            return "no checkpoint was saved yet: start the run again"
         program = Path(argv[0]).name
         if program not in COMMANDS:
             return f"continue with {shlex.join(self.resume)}"

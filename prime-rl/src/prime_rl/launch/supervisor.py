@@ -179,7 +179,7 @@ class Supervisor:
             if signum in self._specs[name].relays:
                 heard = self._host.relay(name, signum)
                 self._say(
-                    f"{signum.name} passed on to {name}" if heard else f"{name} does not listen to {signum.name} yet"
+                    f"{signum.name} passed on to {name}" if heard else f"{name} does not handle {signum.name} yet"
                 )
 
     def _stop(self, cause: Cause) -> set[signal.Signals]:

@@ -41,7 +41,7 @@ class Attempt:
             return None
         if not self.id_file.is_file():
             get_logger().warning(
-                f"{self.sink} starts another run, because {self.id_file} with the id of the first is missing"
+                f"{self.sink} starts a new run, because {self.id_file} with the id of the earlier one is missing"
                 f"{self.advice}"
             )
             return None

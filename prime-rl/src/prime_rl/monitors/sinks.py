@@ -89,11 +89,11 @@ class Guarded(Generic[SinkT]):
         if self._thread.is_alive():
             waiting = sum(record is not None for record in list(self._queue.queue))
             get_logger().warning(
-                f"{self.name} has not finished in time and is left behind; "
+                f"{self.name} did not finish in time and was abandoned; "
                 f"{count_of('record', waiting + self._lost)} may be missing in it"
             )
         elif self._lost:
-            get_logger().warning(f"{self.name} lacks {count_of('record', self._lost)}")
+            get_logger().warning(f"{self.name} is missing {count_of('record', self._lost)}")
 
     def _serve(self, start: Callable[[], SinkT]) -> None:
         try:

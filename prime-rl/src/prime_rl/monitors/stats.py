@@ -174,7 +174,7 @@ class Stats:
             mask = self._masks.get("/".join([*scopes[:depth], name]))
             if mask is not None:
                 return mask
-        raise ValueError(f"no denominator {name!r}: name it first, with `denominator({name}=mask)`")
+        raise ValueError(f"no denominator {name!r}: record it first, with `denominator({name}=mask)`")
 
     def _total(self, key: str, reduce: Reduce) -> _Total:
         total = self._totals.setdefault(key, _Total(reduce))

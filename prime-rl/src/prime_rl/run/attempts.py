@@ -45,7 +45,9 @@ def report_restored(summary: str, facts: Mapping[str, Any]) -> None:
         with replacing_file(Path(file)) as scratch:
             scratch.write_text(json.dumps({"summary": summary, **facts}))
     except OSError as error:
-        get_logger().warning(f"the receipt lacks this part, because {file} cannot be written: {error.strerror}")
+        get_logger().warning(
+            f"this part is missing from the attempt's receipt (OUT/attempts): cannot write {file}: {error.strerror}"
+        )
 
 
 def checked_files(step_directory: Path) -> dict[str, Any]:
@@ -127,7 +129,9 @@ class Receipt:
         if set(steps.values()) == {self.step}:
             return f"attempt {number} continues at step {self.step} in every part ({', '.join(steps)})"
         listed = ", ".join(f"{part} at step {step}" for part, step in steps.items())
-        return f"warning: attempt {number} was to continue at step {self.step}, and stands elsewhere: {listed}"
+        return (
+            f"warning: attempt {number} was to continue at step {self.step}, but its parts are at these steps: {listed}"
+        )
 
     def _write(self) -> None:
         # On a full disk the parts say so; the launcher has to survive to stop them in order.

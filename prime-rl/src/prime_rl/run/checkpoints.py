@@ -110,7 +110,7 @@ class SavedSteps:
         if resume_step == AUTO:
             return found
         raise RunDirError(
-            f"there is nothing to resume: {self.paths.checkpoints} has no complete checkpoint; start a new run without "
+            f"nothing to resume: {self.paths.checkpoints} has no complete checkpoint; start a new run without "
             "--resume, or let --resume auto decide"
         )
 
@@ -156,7 +156,10 @@ class SavedSteps:
             if newest is not None
             else "start again in another directory"
         )
-        return f"the trainer's checkpoint of step {step} has no counterpart {self.run.checkpoint(step)}: {advice}"
+        return (
+            f"the trainer's checkpoint of step {step} has no matching checkpoint of the orchestrator, "
+            f"{self.run.checkpoint(step)}: {advice}"
+        )
 
     def is_finished(self, step: int, end: End) -> bool:
         """Whether the run that saved `step` has done all of its work, the end of it included."""
@@ -206,7 +209,9 @@ class SavedSteps:
         if not (directory / STABLE).is_file():
             return f"{directory} is not complete: it has no file {STABLE}"
         if self.has_orchestrator and step not in stable_steps(self.run.checkpoints):
-            return f"the trainer's step {step} has no counterpart {self.run.checkpoint(step)}"
+            return (
+                f"the trainer's step {step} has no matching checkpoint of the orchestrator, {self.run.checkpoint(step)}"
+            )
         return self.damage_of(step)
 
 

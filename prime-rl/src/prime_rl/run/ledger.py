@@ -316,7 +316,9 @@ def main() -> None:
     start_program()
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.run.ledger",
-        description="Says what became of the examples of an RL run. Exits with 1 if one was skipped or used twice.",
+        description=(
+            "Shows what became of the examples of an RL run. The exit code is 1 if one was skipped or used twice."
+        ),
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory of the run")
     paths = RunPaths(parser.parse_args().out).orchestrator

@@ -350,4 +350,4 @@ def _listed(bucket: str, entry: dict[str, Any]) -> S3Object:
 
 
 def _nothing_at(name: S3Name) -> list[S3Object]:
-    raise StorageError(f"{name}: nothing is there, neither an object nor a prefix with objects", "Nothing")
+    raise StorageError(f"{name}: there is no object and no prefix with this name", "Nothing")

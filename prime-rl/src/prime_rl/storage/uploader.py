@@ -239,7 +239,7 @@ class Uploader:
         for path in files:
             if arrived.get(path.relative_to(directory).as_posix()) != path.stat().st_size:
                 self._done.pop(path, None)
-                raise StorageError(f"{place}: {path.name} did not arrive whole")
+                raise StorageError(f"{place}: {path.name} was not uploaded completely")
         self._upload([marker])
         mark_uploaded(self._paths, directory, str(self.name))
 

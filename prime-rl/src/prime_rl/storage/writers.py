@@ -26,7 +26,7 @@ STALE_S = 3 * BEAT_S
 """A writer that has been silent for longer was killed."""
 _LOOK_S = 2.0
 _MAX_PID = 2**22
-"""Of Linux."""
+"""The largest process id that Linux allows."""
 _CHANGED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 """S3's words for: another one has written meanwhile."""
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")

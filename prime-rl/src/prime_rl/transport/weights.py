@@ -149,7 +149,7 @@ class WeightGroup:
         # NCCL's `wait` marks work that is late as failed, and its watchdog then ends the process before we can say why.
         wait = Wait(
             "the trainer and each inference server to take part in a broadcast of weights",
-            "see in their logs which one does not go on",
+            "their logs show which one is stuck",
             self._timeout.total_seconds(),
             "weight_broadcast.timeout",
             quiet_s=REMIND_EVERY_S,

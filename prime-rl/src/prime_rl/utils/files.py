@@ -262,4 +262,4 @@ def missing_advice(name: str | Path, root: Path = Path()) -> str:
 
 def unexpanded_advice(name: str) -> str:
     """Advice about a path that begins with `~`, which only a shell replaces; empty for others."""
-    return "; ~ is not replaced here: write the whole path" if name.startswith("~") else ""
+    return "; ~ is not expanded here: write the full path" if name.startswith("~") else ""

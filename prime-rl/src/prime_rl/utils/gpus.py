@@ -29,7 +29,7 @@ def masked_gpus(env: Mapping[str, str]) -> tuple[str, ...] | None:
             break
         gpus.append(gpu)
     if len(set(gpus)) != len(gpus):
-        raise DeviceError(f"{MASK_VARIABLE}={env[MASK_VARIABLE]} names a GPU twice")
+        raise DeviceError(f"{MASK_VARIABLE}={env[MASK_VARIABLE]} lists a GPU twice")
     return tuple(gpus)
 
 

@@ -17,8 +17,8 @@ REMIND_EVERY_S = 60.0
 def advice_on(program: str, output_dir: Path, logs: Path, environ: Mapping[str, str] = os.environ) -> str:
     """Advice if another program of the run does not continue. A launch starts it by itself."""
     if LAUNCH_VARIABLE in environ:
-        return f"see why it does not go on in {logs}"
-    return f"start it with `{program} --output-dir {output_dir}`, or see why it does not go on in {logs}"
+        return f"see in its log why it does not continue: {logs}"
+    return f"start it with `{program} --output-dir {output_dir}`, or see in its log why it does not continue: {logs}"
 
 
 @dataclass(slots=True)

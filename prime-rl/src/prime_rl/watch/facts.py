@@ -321,7 +321,7 @@ class Overview:
     steps_done: int = 0
     max_steps: int | None = None
     elapsed_s: float = 0.0
-    """Of all attempts."""
+    """Time over all attempts."""
     left_s: float | None = None
     learning: tuple[Figure, ...] = ()
     parts: tuple[Figure, ...] = ()

@@ -119,5 +119,5 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a file, which has no subset or split test"):
+    with pytest.raises(DataError, match="is a single file, so it has no subset or split test"):
         rows_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), splits=["test"])

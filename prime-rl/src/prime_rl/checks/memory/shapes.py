@@ -117,7 +117,7 @@ def tensors_of_config(config: Mapping[str, Any]) -> Tensors:
         for index in range(config["num_hidden_layers"]):
             tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _block(config, family, index)}
     except (KeyError, TypeError) as error:
-        raise StartFault(f"its config.json is no complete config of type {kind!r}: {error}") from error
+        raise StartFault(f"its config.json is not a complete config of type {kind!r}: {error}") from error
     return tensors
 
 
@@ -137,7 +137,7 @@ def number(config: Mapping[str, Any], key: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or not 0 < value < _MOST:
-        raise StartFault(f"its config.json has {key} = {str(value)[:40]}, which is no size")
+        raise StartFault(f"its config.json has {key} = {str(value)[:40]}, which is not a size")
     return int(value)
 
 
@@ -159,7 +159,7 @@ def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
             raise StartFault(f"its config.json has no {key}")
         named[key] = value
     if named["num_hidden_layers"] > _MOST_LAYERS:
-        raise StartFault(f"its config.json has num_hidden_layers = {named['num_hidden_layers']}, which is no model")
+        raise StartFault(f"its config.json has num_hidden_layers = {named['num_hidden_layers']}, which is not valid")
     for key in _OPTIONAL:
         number(named, key)
     named.setdefault("max_position_embeddings", named.get("n_positions"))

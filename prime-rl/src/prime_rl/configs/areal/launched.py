@@ -172,14 +172,14 @@ class LaunchedConfig(KeptRunConfig):
     """A config that a launcher starts. Read by the commands."""
 
     allocation_mode: Annotated[str, AfterValidator(_parsed)] | None = None
-    """AReaL's way to give GPUs and parallelism in one text, such as `vllm:d4+fsdp:d4`; sets `deployment` and
-    `inference.parallel`. None: these keys say it themselves."""
+    """GPUs and parallelism in AReaL's notation, such as `vllm:d4+fsdp:d4`; sets `deployment` and
+    `inference.parallel`. None leaves these keys as they are."""
 
     launcher: Launcher | None = None
-    """Who starts the run: this machine, Ray or Slurm. The commands of the others refuse it. None fits all."""
+    """Launcher of the run: this machine, Ray or Slurm. Commands of the others refuse the config. None allows all."""
 
     recover: RecoverConfig = RecoverConfig()
-    """Starting again, in AReaL's words."""
+    """Restarts from checkpoints, with AReaL's keys."""
 
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SERVERS = ("sglang", "vllm")
 TRAINERS = ("fsdp", "megatron", "archon")
 MAX_CHARACTERS = 1000
 _MAX_DIGITS = 5
-"""Of a size. More GPUs than this do not exist."""
+"""Maximum number of digits of a size."""
 _LETTERS = {"inference": "dtp", "training": "dtpce", "attn": "dtpc", "ffn": "dtpe"}
 _REMOVED = {
     "eval": "AReaL has removed `+eval`: leave it out, and set [orchestrator.eval]",
@@ -50,7 +50,7 @@ class RawAllocation:
     at: int
     text: str
     dims: Dims
-    """Of a mixture of experts: those of attention."""
+    """Parallel sizes; for a mixture of experts, those of attention."""
     backend: str | None = None
     name: str | None = None
     experts: Dims | None = None
@@ -104,7 +104,7 @@ class Parser:
             self._need(":", f"`:` and sizes after {self._since(first)!r}, as in {self._since(first)}:d4")
         if self._word() == "attn" or self._rest().startswith("("):
             if name is not None:
-                self._fail(f"attn:…|ffn:… takes no name: leave out [{name}]")
+                self._fail(f"attn:…|ffn:… cannot have a name: leave out [{name}]")
             attention, experts = self._experts()
             return RawAllocation("training", at, self._since(first), attention, backend, None, experts)
         dims = self._dims("training", is_start=backend is None and name is None)
@@ -218,7 +218,7 @@ class Sizes:
     """Parallel sizes of an allocation."""
 
     data: int = 1
-    """Copies; of an inference backend: servers."""
+    """Number of copies; for an inference backend, of servers."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1

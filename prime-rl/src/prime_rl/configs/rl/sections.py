@@ -142,9 +142,9 @@ class MultiNodeDeploymentConfig(BaseDeploymentConfig):
     """Number of nodes that share one copy of the model. None shares it among all nodes."""
 
     network_interface: NetworkInterfaces | None = None
-    """Network interface through which the nodes reach each other, such as `eth1`. Holds for all addresses of the run,
-    gloo and NCCL. Of several, with commas between, each node uses the first that it has. None takes
-    `GLOO_SOCKET_IFNAME`, or else chooses."""
+    """Network interface through which the nodes reach each other, such as `eth1`: for all addresses of the run, gloo
+    and NCCL. With several names, as in `ib0,eth1`, each node uses the first that it has. None takes
+    `GLOO_SOCKET_IFNAME`, or chooses."""
 
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
@@ -230,8 +230,8 @@ class RunSections(SharedSettings):
     `orchestrator.client.base_url` is set or `deployment.num_infer_gpus` is 0. `"None"` starts none."""
 
     teacher_inference: InferenceConfig | None = None
-    """The teacher's server. None starts none, unless `deployment.num_teacher_gpus` is set: it is then as
-    `[inference]`."""
+    """The teacher's server. None starts none, unless `deployment.num_teacher_gpus` is set: it then has the
+    settings of `[inference]`."""
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

@@ -157,15 +157,17 @@ class EnvConfig(BaseConfig):
         if target != EXTERNAL and not _TARGET.fullmatch(target):
             raise ValueError(f"workflow = {target!r}: write module:object, as in my_agents.search:agent")
         if self.agent_dataset is None:
-            raise ValueError('workflow needs rows: set agent_dataset, as in agent_dataset = "tasks.jsonl"')
+            raise ValueError('workflow needs rows: set agent_dataset, for example agent_dataset = "tasks.jsonl"')
         for name in ("address", "taskset", "agent"):
             if getattr(self, name):
-                raise ValueError(f"{name} does not go with workflow: it belongs to an environment of verifiers")
+                raise ValueError(f"{name} cannot be set together with workflow: it is for verifiers environments")
         if self.agent_port is not None and target != EXTERNAL:
             raise ValueError('agent_port needs workflow = "external"')
         for name in ("args", "python", "project", "judge"):
             if target == EXTERNAL and getattr(self, name):
-                raise ValueError(f'{name} does not go with workflow = "external": the run does not start that program')
+                raise ValueError(
+                    f'{name} cannot be set together with workflow = "external": the run does not start that program'
+                )
         if "id" not in self.model_fields_set:
             derive(self, "it is the name of the agent", id=target.replace(":", ".").rpartition(".")[2])
         return self
@@ -175,7 +177,10 @@ class EnvConfig(BaseConfig):
         if self.project is not None and self.python is not None:
             raise ValueError("project and python exclude each other: uv makes the interpreter of a project")
         if (self.taskset or self.agent) and self.project is None and self.python is None:
-            raise ValueError("taskset and agent are of verifiers v1, which the run itself lacks: set project or python")
+            raise ValueError(
+                "taskset and agent need verifiers v1, which the run's own interpreter does not have: set project or "
+                "python"
+            )
         for name, value in (("python", self.python), ("project", self.project)):
             if value is not None and self.address is not None:
                 raise ValueError(f"{name} and address exclude each other: at an address, a server runs already")
@@ -204,7 +209,7 @@ def repeated_names(key: str, envs: Sequence[EnvConfig]) -> Iterator[str]:
     """One line for each name that several environments share, in logs and metrics."""
     names = [env.name or env.id for env in envs]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"{key}: several environments are called {name!r}: set `name`"
+        yield f"{key}: more than one environment is called {name!r}: set `name`"
 
 
 def has_own_order(env: EnvConfig) -> bool:

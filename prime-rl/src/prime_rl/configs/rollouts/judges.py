@@ -26,7 +26,7 @@ Price = Annotated[float, Field(ge=0, le=1_000_000)]
 
 def _judge_name(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", name):
-        raise ValueError(f"is no name for a judge: use lower-case letters, digits, - and _ (got {name!r})")
+        raise ValueError(f"is not a valid name for a judge: use lower-case letters, digits, - and _ (got {name!r})")
     return name
 
 
@@ -78,7 +78,7 @@ class JudgeConfig(BaseConfig):
     """Environment variable that holds the API key for `base_url`. If it is not set, requests have no key."""
 
     gpus: int = Field(1, ge=0, le=1024)
-    """Number of GPUs of its own, if the run starts it. 0 shares those of the inference server. No effect on a CPU."""
+    """Number of separate GPUs, if the run starts it. 0 shares those of the inference server. No effect on a CPU."""
 
     device: Device = "auto"
     """Where it runs, if the run starts it. `auto` is as the rest of the run; `cpu` needs no GPU."""

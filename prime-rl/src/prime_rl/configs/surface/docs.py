@@ -60,9 +60,9 @@ at every depth; all other values, including lists, are replaced as a whole. An u
 
 | write | for |
 |---|---|
-| `@ a.toml`, `@a.toml` | a file; of several, the last one is strongest |
+| `@ a.toml`, `@a.toml` | a file; of several, the last one takes precedence |
 | `--trainer @ a.toml`, `--trainer.model.ac @ a.toml` | a file that holds one section |
-| `toml_files = ["base.toml"]` at the top of a file | files to inherit from, relative to it; its own keys are stronger |
+| `toml_files = ["base.toml"]` at the top of a file | files to inherit from, relative to it; its own keys win |
 | `--trainer.optim.lr 1e-6`, `--trainer.optim.lr=1e-6` | an option |
 | `weight-decay = 0.1`, `--optim.weight_decay 0.1` | dashes and underscores are equivalent, in files and options |
 | `--bench`, `--no-trainer.model.reshard-after-forward` | a boolean |
@@ -74,11 +74,12 @@ at every depth; all other values, including lists, are replaced as a whole. An u
 | `"None"` (anywhere), `null` (options) | no value |
 | `PRIME_RL_MAX_STEPS=10`, `PRIME_RL_MODEL__NAME=x` (or `PRIME_…`) | a key of the root class, from the environment |
 
-A table without a `type` has the default type. If a file or option changes the `type` that a weaker source chose, keys
-of the weaker source that the new type lacks are ignored, with a warning; keys that both types have keep their values.
+A table without a `type` has the default type. If a file or option changes the `type` that another
+source chose, keys of that source that the new type does not have are ignored, with a warning. Keys that both types have
+keep their values.
 
-In `rl`, shared settings at the top are copied into the components' sections. If one replaces another value, a warning
-says so.
+In `rl`, shared settings at the top are copied into the components' sections. If one replaces another value, the
+log has a warning.
 """
 
 NOT_BUILT_TEXT = """\
@@ -100,7 +101,7 @@ A checkpoint holds the configs of its run. A resume lists every key that has ano
 - `none`: the training does not depend on the key.
 - `attempt`: the key says how to start, and is not compared.
 
-A rule for a table holds for every key in it that has no rule of its own.
+A rule for a table applies to every key in it for which the list has no other rule.
 
 | key | effect | why |
 |---|---|---|"""

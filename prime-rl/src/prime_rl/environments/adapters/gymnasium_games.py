@@ -17,7 +17,7 @@ from prime_rl.utils.errors import one_line
 _HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*(?:7|4[0-7]|10[0-7])m(.*?)\x1b\[0?m", re.DOTALL)
 """Text on a coloured background, which marks the position of the player. Shown to the model in brackets."""
 _MAX_ERROR_CHARS = 300
-_WHAT_IS_TEXT = "wrap the environment so that it is text, and register the wrapped one"
+_WHAT_IS_TEXT = "wrap the environment so that it uses text, and register the wrapped one"
 
 
 def warm(settings: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ def _spec(game: str) -> Any:
     except gymnasium.error.Error as error:
         near = get_close_matches(name, list(gymnasium.registry), 1)
         advice = f"; did you mean {near[0]!r}?" if near else ""
-        raise GameFault(f"game = {game!r}: Gymnasium has no such environment{advice}") from error
+        raise GameFault(f"game = {game!r}: Gymnasium has no environment with this id{advice}") from error
 
 
 class GymnasiumGame:
@@ -90,25 +90,31 @@ def _action_names(space: Any, names: Sequence[str], title: str) -> list[str] | N
     """Names of the actions of a Discrete space; None for text. Raises GameFault."""
     if isinstance(space, spaces.Text):
         if names:
-            raise GameFault(f"actions: those of {title} are text, and have no names")
+            raise GameFault(
+                f"actions: {title} takes text as its action, so there is nothing to name: leave actions out"
+            )
         return None
     if not isinstance(space, spaces.Discrete):
         raise GameFault(f"the actions of {title} are {_named(space)}, neither Text nor Discrete: {_WHAT_IS_TEXT}")
     count = int(space.n)
     if names and len(names) != count:
-        raise GameFault(f"actions: {len(names)} names, and {title} has {count} actions")
+        raise GameFault(f"actions: {len(names)} names for the {count} actions of {title}: give one name for each")
     return list(names) or [str(int(space.start) + index) for index in range(count)]
 
 
 def _check_observations(space: Any, names: Sequence[str], title: str) -> None:
     """Raises GameFault if an observation cannot be written."""
     if isinstance(space, spaces.Discrete) and names and len(names) != int(space.n):
-        raise GameFault(f"observations: {len(names)} names, and {title} has {int(space.n)} observations")
+        raise GameFault(
+            f"observations: {len(names)} names for the {int(space.n)} observations of {title}: give one name for each"
+        )
     if names and not isinstance(space, spaces.Discrete):
-        raise GameFault(f"observations: those of {title} are {_named(space)}, and have no names")
+        raise GameFault(
+            f"observations: those of {title} are {_named(space)} and cannot have names: leave observations out"
+        )
     if not _is_writable(space):
         raise GameFault(
-            f"the observations of {title} are {_named(space)}, which is no text: "
+            f"the observations of {title} are {_named(space)}, not text: "
             f"set `show_render = true` if it renders text, or {_WHAT_IS_TEXT}"
         )
 

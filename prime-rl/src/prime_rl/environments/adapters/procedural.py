@@ -58,7 +58,7 @@ def rows_of(config: Mapping[str, Any], size: int, seed: int) -> list[dict[str, s
         counts[which] += 1
         text = repr(entry)
         if ast.literal_eval(text) != entry:
-            raise UserError(f"the task {tasks[which]['name']!r} makes rows that cannot be kept as text")
+            raise UserError(f"the task {tasks[which]['name']!r} makes rows that cannot be stored as JSON text")
         row = {"question": str(entry["question"]), "answer": str(entry["answer"]), "entry": text}
         rows.append({"gym_task": tasks[which]["name"], "config": settings[which], **row})
     return rows
@@ -73,7 +73,7 @@ def _checked(task: str, config: str) -> Any:
     try:
         return _dataset(task, config)
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"the task {task!r} refuses its config: {error}") from error
+        raise UserError(f"the config of task {task!r} is not valid: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ def _made(game: str, config: str) -> Any:
     if game not in ENV_REGISTRY:
         near = get_close_matches(game, list(ENV_REGISTRY), 1)
         advice = f"; did you mean {near[0]!r}?" if near else ""
-        raise GameFault(f"game = {game!r}: TextArena has no such game{advice}")
+        raise GameFault(f"game = {game!r}: TextArena has no game with this id{advice}")
     try:
         return textarena.make(game, **json.loads(config))
     except LookupError as error:

@@ -29,7 +29,7 @@ def read_dataset(name: str) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
     for number, row in enumerate(_of_file(Path(name)) if name.endswith(ROW_FILES) else _of_function(name)):
         if not isinstance(row, Mapping):
-            raise BadRows(f"{name}: row {number} is no table, but a {type(row).__name__}")
+            raise BadRows(f"{name}: row {number} must be a table, not a {type(row).__name__}")
         if number >= MAX_ROWS:
             raise BadRows(f"{name}: more than {MAX_ROWS:,} rows")
         read.append(dict(row))
@@ -48,7 +48,7 @@ def _of_function(name: str) -> Iterator[Any]:
     try:
         rows = function()
         if not isinstance(rows, Iterable):
-            raise BadRows(f"{name} returned no rows, but a {type(rows).__name__}")
+            raise BadRows(f"{name} returned a {type(rows).__name__} instead of a list of rows")
         # Within the block: a generator's code runs here.
         yield from rows
     except (Exception, SystemExit) as error:

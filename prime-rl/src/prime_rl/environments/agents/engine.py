@@ -85,7 +85,10 @@ class SessionEngine:
             raise ValueError("agenerate samples one answer: n_samples must be 1")
         budget = min(config.max_tokens - len(prompt), config.max_new_tokens)
         if budget <= 0:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for an answer")
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer: shorten it, or raise max_tokens (now "
+                f"{config.max_tokens})"
+            )
         started_s = time.monotonic()
         answer = await self._post(
             "/rl/generate",

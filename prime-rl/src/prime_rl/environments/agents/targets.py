@@ -75,7 +75,7 @@ def load_target(name: str, arguments: Mapping[str, Any], offered: Offered = lamb
         except (Exception, SystemExit) as error:
             raise BadTarget(f"{name!r} cannot be made with {sorted(arguments)}: {one_line(error, 500)}") from error
     elif arguments and not inspect.isroutine(found):
-        raise BadTarget(f"{name!r} is an object, and takes no arguments: name its class")
+        raise BadTarget(f"{name!r} is an instance and takes no arguments: give its class instead")
     left = {} if is_made else dict(arguments)
     if callable(getattr(found, EPISODE, None)):
         return Target("workflow", getattr(found, EPISODE), left)
@@ -83,7 +83,7 @@ def load_target(name: str, arguments: Mapping[str, Any], offered: Offered = lamb
         return Target("agent", getattr(found, RUN), left)
     if callable(found):
         return Target("agent", found, left)
-    raise BadTarget(f"{name!r} has no {EPISODE}(engine, data) and no {RUN}(data), and is no function")
+    raise BadTarget(f"{name!r} has no {EPISODE}(engine, data) and no {RUN}(data), and is not a function")
 
 
 def needs_client(target: Target) -> bool:

@@ -79,7 +79,7 @@ async def measure(judge: RubricJudge, cases: Sequence[Case]) -> Agreement:
     """Ask the judge about every graded answer. Raises RubricFault if there is none."""
     graded = [(case, answer) for case in cases for answer in case.graded]
     if not graded:
-        raise RubricFault("no case has a graded answer: add graded, a list of {answer, met}")
+        raise RubricFault("no case has graded answers: add the key graded, a list of {answer, met}, to the cases")
     verdicts = await asyncio.gather(*(judge.met(case.prompt, answer.text, case.rubric) for case, answer in graded))
     pairs: list[tuple[bool, bool | None]] = []
     errors: list[float] = []

@@ -153,7 +153,7 @@ class JudgeGateway:
         if body.get("stream"):
             return _error(400, "stream: not supported, because answers are cached")
         if self.lost.done():
-            return _error(503, "a judge of the run is lost, and the run ends")
+            return _error(503, "a judge of this run failed, and the run is ending")
         return await _answered(judge, body)
 
     def _note_lost(self, error: JudgeLost) -> None:

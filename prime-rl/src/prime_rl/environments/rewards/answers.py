@@ -150,7 +150,7 @@ def gsm8k(completion_text: str, answer: Any, mode: Mode = "any", format_weight: 
     answer in strict form.
     """
     if mode not in ("strict", "flexible", "last_number", "any"):
-        raise RewardFault(f"gsm8k has no mode {mode!r}: the modes are strict, flexible, last_number and any")
+        raise RewardFault(f"gsm8k: mode = {mode!r} does not exist; use strict, flexible, last_number or any")
     text = plain_signs(without_thinking(completion_text))
     gold = [as_number(str(each).rpartition("####")[2]) for each in accepted_answers(answer)]
     strict = _last(_STRICT, text)

@@ -118,7 +118,7 @@ def resolve(spec: RewardSpec) -> tuple[str, float]:
         near = difflib.get_close_matches(name, [*REWARDS, *ALIASES], n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise RewardFault(
-            f"no reward is named {spec.fn!r}: {meant}the names are {', '.join(sorted(REWARDS))}; "
+            f"there is no reward {spec.fn!r}: {meant}the names are {', '.join(sorted(REWARDS))}; "
             "a function of your own is `package.module:function`"
         )
     return registered.path, spec.timeout_s or registered.timeout_s
@@ -134,4 +134,4 @@ def for_dataset(path: str) -> str:
     for part, name in known.items():
         if part in path:
             return name
-    raise RewardFault(f"no reward belongs to the dataset {path!r}: the known parts of a path are {', '.join(known)}")
+    raise RewardFault(f"no reward is known for the dataset {path!r}: the known parts of a path are {', '.join(known)}")

@@ -27,7 +27,7 @@ class Ended(Exception):
 def encode(message: dict[str, Any]) -> bytes:
     body = msgspec.msgpack.encode(message, enc_hook=_plain)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"{len(body)} bytes are more than a worker takes ({MAX_FRAME_BYTES})")
+        raise ValueError(f"{len(body)} bytes; a worker accepts at most ({MAX_FRAME_BYTES})")
     return _LENGTH.pack(len(body)) + body
 
 

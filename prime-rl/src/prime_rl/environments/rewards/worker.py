@@ -143,7 +143,7 @@ def arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[l
     ]
     if missing:
         columns = ", ".join(map(repr, sorted(row))) or "no columns"
-        raise RewardFault(f"it needs {', '.join(map(repr, missing))}, and the row has {columns}")
+        raise RewardFault(f"it needs {', '.join(map(repr, missing))}, but the row has only {columns}")
     positional = [values.pop(name) for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
     return positional, values
 

@@ -116,7 +116,7 @@ class DatasetConfig(BaseConfig):
             yield f"type: {error}"
             return
         if self.path is None and not found.makes_rows:
-            yield "path: name a file, a directory or a dataset on the hub"
+            yield "path: give a file, a directory or a dataset on the hub"
         for low, high in (("min_chars", "max_chars"), ("min_tokens", "max_tokens"), ("min_pass_rate", "max_pass_rate")):
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
@@ -125,7 +125,7 @@ class DatasetConfig(BaseConfig):
         if has_band and self.pass_rates is None:
             yield "min_pass_rate and max_pass_rate need `pass_rates`, a table that `medarc_train passk` writes"
         if self.pass_rates is not None and not has_band:
-            yield "pass_rates chooses nothing without min_pass_rate or max_pass_rate"
+            yield "pass_rates has no effect without min_pass_rate or max_pass_rate: set one of them"
         if self.template is not None:
             yield from template_faults("template", self.template)
 

@@ -125,10 +125,13 @@ def read_pass_rates(file: Path) -> dict[str, PassRate]:
             each = PassRate(str(row["prompt_id"]), int(row["n"]), int(row["correct"]))
         except (KeyError, TypeError, ValueError) as error:
             raise RowsFault(
-                f"{file}: row {number} is not one of a table of pass rates, with prompt_id, n and correct: {error!r}"
+                f"{file}: row {number} is not a row of a table of pass rates (prompt_id, n, correct): {error!r}"
             ) from error
         if not 0 <= each.correct <= each.n or each.n == 0:
-            raise RowsFault(f"{file}: row {number}: {each.correct} of {each.n} attempts cannot be right")
+            raise RowsFault(
+                f"{file}: row {number}: {each.correct} of {each.n} attempts correct: n must be at least 1, and correct "
+                "from 0 to n"
+            )
         if each.prompt_id in found:
             raise RowsFault(f"{file}: row {number}: the prompt {each.prompt_id} is duplicated")
         found[each.prompt_id] = each

@@ -207,7 +207,9 @@ def find_format(kind: str | None, path: str | None) -> Format:
         if any(f"_{words(alias)}_" in name for alias in (each.name, *each.aliases) if each.name != "jsonl"):
             return each
     if kind == "rl":
-        raise ValueError(f"type = 'rl' needs a path with one of {', '.join(format_names())}; or name one as the type")
+        raise ValueError(
+            f"type = 'rl' needs a path with one of {', '.join(format_names())}; or set type to one of them"
+        )
     return FORMATS[-1]
 
 

@@ -76,7 +76,7 @@ def _queue(config: RowsConfig, dataset: DatasetConfig, count_tokens: CountTokens
         account.filtered[each.name] = len(problems) - len(kept)
         problems = kept
     if not problems:
-        raise RowsFault(f"no row is left of {account.describe()}")
+        raise RowsFault(f"no rows are left: {account.describe()}")
     if dataset.order is not None:
         order = read_order(dataset.order, problems)
         account.order = order.describe(dataset.order)
@@ -124,8 +124,8 @@ def _problems(config: RowsConfig, dataset: DatasetConfig, account: Account) -> I
         except (MissingColumn, AttributeError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, MissingColumn) else f"{type(error).__name__}: {error}"
             raise RowsFault(
-                f"{dataset.title}: row {number} (format {of.name}) {reason}; `type` names another format, `columns` "
-                "other columns"
+                f"{dataset.title}: row {number} (format {of.name}) {reason}; to read it differently, set `type` "
+                "to its format or `columns` to its column names"
             ) from error
 
 
@@ -209,7 +209,7 @@ def _prompt(question: Any, row: Row, template: str | None, system: str | None) -
 
 def _message(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str) or value.get("content") is None:
-        raise MissingColumn("has a prompt whose messages lack `role` or `content`")
+        raise MissingColumn("has a prompt with a message that has no `role` or no `content`")
     return {"role": value["role"], "content": value["content"]}
 
 

@@ -77,7 +77,8 @@ def rubric_of(problems: Sequence[Problem]) -> vf.Rubric:
         for spec in problem.rewards:
             if specs.setdefault(spec.metric, spec) != spec:
                 raise RewardFault(
-                    f"datasets use the reward {spec.metric!r} with different settings: give one of them a `name`"
+                    f"datasets use the reward {spec.metric!r} with different settings: give one of the two a "
+                    "`name`, so that their metrics differ"
                 )
     return RowsRubric(build(list(specs.values())))
 

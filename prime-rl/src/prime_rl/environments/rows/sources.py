@@ -90,5 +90,7 @@ def _from_hub(path: str, subset: str | None, split: str) -> Iterator[Row]:
         loaded: Any = datasets.load_dataset(path, subset, split=split)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RowsFault(f"{path}: no such file or directory, and not loadable from the hub: {reason}") from error
+        raise RowsFault(
+            f"{path}: no such file or directory, and it could not be loaded from the hub: {reason}"
+        ) from error
     yield from (dict(row) for row in loaded)

@@ -81,7 +81,7 @@ def layer(name: LayerName) -> Layer:
     if name in ("docker", "podman"):
         # The engine limits the threads.
         return Layer(name, engine=_program(name, name), hides_files=True, counts_threads=False)
-    raise SandboxFault(f"there is no layer {name!r}: the layers are {', '.join(get_args(LayerName))}")
+    raise SandboxFault(f"unknown layer {name!r}: the layers are {', '.join(get_args(LayerName))}")
 
 
 def _program(name: str, package: str) -> str:

@@ -129,7 +129,7 @@ class Sandbox:
                 self.skipped[name] = "the kernel has no Landlock, which has to hide files"
             elif name == "seccomp" and not zygote.hello["landlock"] and os.geteuid() == 0 and found.uid is None:
                 self.skipped[name] = (
-                    "it would run as root with all files, since Python lies where other users cannot go"
+                    "it would run as root and could read all files, because other users cannot read Python's folder"
                 )
             elif not (failure := self._failure_of_a_first_program(zygote)):
                 return zygote, found
@@ -138,7 +138,7 @@ class Sandbox:
             zygote.close()
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
         raise SandboxFault(
-            f"programs cannot be kept in here ({reasons}): run on Linux with seccomp, or install bubblewrap"
+            f"no sandbox for programs works on this machine ({reasons}): use Linux with seccomp, or install bubblewrap"
         )
 
     def _failure_of_a_first_program(self, zygote: Zygote) -> str:

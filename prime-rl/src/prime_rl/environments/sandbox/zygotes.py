@@ -257,8 +257,8 @@ class Container:
                 (shared / "socket").chmod(0o777)
                 self._listener.listen(1)
             except OSError as error:
-                where = f"{RUNTIME_VARIABLE} names the folder for it, whose path must be short"
-                raise SandboxFault(f"a container gets no socket: {error}; {where}") from error
+                where = f"{RUNTIME_VARIABLE} can be set to another folder, with a short path"
+                raise SandboxFault(f"cannot create the socket of a container: {error}; {where}") from error
             self._files = files.pop_all()
             return shared
 
@@ -293,7 +293,9 @@ def _archive() -> bytes:
 
 def _mount(source: str, target: str) -> Sequence[str]:
     if "," in source or '"' in source:
-        raise SandboxFault(f"a container cannot get the folder {source!r}: its name has a comma or a quotation mark")
+        raise SandboxFault(
+            f"cannot mount the folder {source!r} in a container: its name has a comma or a quotation mark"
+        )
     return ("--mount", f"type=bind,src={source},dst={target},readonly")
 
 

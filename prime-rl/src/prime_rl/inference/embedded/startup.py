@@ -56,7 +56,7 @@ class CacheBudget:
             num_bytes,
             f"half of what gpu_memory_utilization = {gpu_memory_utilization:g} of the GPU's {_gib(total_bytes)} leaves "
             f"beyond the {_gib(used_bytes)} in use by this model and other programs",
-            "raise gpu_memory_utilization, end what else uses the GPU",
+            "raise gpu_memory_utilization, stop other programs that use the GPU",
         )
 
     @classmethod

@@ -66,7 +66,10 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
 
     wanted = config.device
     if wanted != "auto" and (wanted == "cpu") != current_platform.is_cpu():
-        get_logger().error(f'device = "{wanted}", but this vLLM runs on {current_platform.device_type}')
+        get_logger().error(
+            f'device = "{wanted}", but the installed vLLM is built for {current_platform.device_type}: set device to '
+            'that or to "auto", or install another vLLM'
+        )
         return 1
     cli_env_setup()
     template = model_template(config.model.name) if config.model.tool_call_parser == "auto" else None

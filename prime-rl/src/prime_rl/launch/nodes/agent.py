@@ -185,7 +185,7 @@ def orders_from(descriptor: int, silent_s: float = HEAD_SILENT_S) -> Iterator[me
         if not data or len(partial) > messages.MAX_LINE_BYTES:
             return
         yield from (order for line in lines if not isinstance(order := messages.order_of(line), messages.Ping))
-    sys.stderr.write(f"the head of the launch said nothing for {silent_s:g} s: ending all processes\n")
+    sys.stderr.write(f"no message from the launcher for {silent_s:g} s: ending all processes\n")
 
 
 class Sender:

@@ -260,7 +260,7 @@ class ClusterHost:
             try:
                 self._take(node, messages.report_of(line))
             except RunError as error:
-                self._lose(node, f"its agent sent a line that is no message: {error}")
+                self._lose(node, f"its agent sent a line that is not a message: {error}")
                 return
         self._lose(node, "its agent ended")
 
@@ -268,7 +268,7 @@ class ClusterHost:
         match report:
             case messages.Hello(facts, protocol):
                 if protocol != messages.PROTOCOL:
-                    self._lose(node, f"its agent speaks version {protocol} of the protocol, not {messages.PROTOCOL}")
+                    self._lose(node, f"its agent uses version {protocol} of the protocol, not {messages.PROTOCOL}")
                     return
                 node.facts = facts
                 node.joined.set()
@@ -314,8 +314,8 @@ class ClusterHost:
                 if node.facts is not None and node.silent_s >= self._silent_limit_s and not node.is_silent:
                     node.is_silent = True
                     why = (
-                        f"its agent said nothing for {self._silent_limit_s:g} s (the machine, its network or a file "
-                        "system of it stands still)"
+                        f"no message from its agent for {self._silent_limit_s:g} s (the machine, its network or one "
+                        "of its file systems may hang)"
                     )
                     # To describe a node that does not answer takes seconds, in which others need their pings.
                     Thread(target=self._lose, args=(node, why), name=f"lost {node.channel.name}", daemon=True).start()

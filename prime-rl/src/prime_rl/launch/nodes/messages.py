@@ -257,13 +257,13 @@ def _decoded(line: bytes, decoder: msgspec.json.Decoder[_MessageT], what: str) -
 def _plain(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to another node")
 
 
 def _path(kind: type, value: Any) -> Any:
     if issubclass(kind, Path):
         return Path(value)
-    raise NotImplementedError(f"{kind.__name__} does not travel")
+    raise NotImplementedError(f"{kind.__name__} cannot be sent to another node")
 
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order, dec_hook=_path)

@@ -178,8 +178,8 @@ def _check_reachable(facts: Sequence[NodeFacts], places: Sequence[tuple[str, str
     for node, (_, address) in zip(facts, places, strict=True):
         if address.startswith("127."):
             raise DeviceError(
-                f"{node.name} has only the address {address}, which other nodes do not reach: set "
-                "deployment.network_interface to the network interface that they reach"
+                f"{node.name} has only the address {address}, which other nodes cannot reach: set "
+                "deployment.network_interface to an interface that they can reach"
             )
 
 

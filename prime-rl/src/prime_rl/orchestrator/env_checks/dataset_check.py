@@ -17,9 +17,9 @@ from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.workers.environment import Environment
 
 MOST_ROWS = 20_000
-"""Of each split. Of more rows, the first ones are read."""
+"""Maximum number of rows that are read from a split, from its start."""
 MOST_ENDLESS_ROWS = 256
-"""Of an environment that makes rows without end."""
+"""Number of rows that are read from an endless environment."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def _check_answers(rows: Rows, report: Reporter, subject: str) -> None:
     if rows.are_games:
         report.found("ok", subject, f"starts of a game: {len(set(rows.starts)):,} different ones")
     elif len(empty) == len(rows.answers):
-        report.found("warn", subject, "no row has an answer: right and wrong answers cannot be tried")
+        report.found("warn", subject, "no row has an answer, so right and wrong answers cannot be tried")
     elif empty:
         report.found("fail", subject, f"{len(empty):,} answers are empty, the first in row {empty[0]}")
     else:
@@ -126,7 +126,7 @@ def check_leaks(train: Rows, evaluation: Rows, report: Reporter) -> None:
     leaked = [row for row, key in enumerate(evaluation.keys) if key in trained]
     subject = "dataset: leaks"
     if train.prompts == evaluation.prompts:
-        report.found("warn", subject, "evaluations use the training rows: give the environment an eval_dataset")
+        report.found("warn", subject, "evaluations use the training rows: add an eval_dataset to the environment")
     elif leaked:
         share = len(leaked) / len(evaluation.prompts)
         report.found(

@@ -90,8 +90,8 @@ def config_warnings(config: OrchestratorConfig, room: Room) -> list[str]:
     lines = list(room.warnings)
     if config.compares_single_rollouts and config.teacher_model is None and not config.bench:
         lines.append(
-            "orchestrator.rollouts_per_example is 1: a group has one rollout, and its reward is compared with nothing, "
-            "so all advantages are 0 and nothing is learned; set 2 or more, or another orchestrator.advantage"
+            "orchestrator.rollouts_per_example is 1: a group has only one rollout, so all "
+            "advantages are 0 and nothing is learned; set 2 or more, or another orchestrator.advantage"
         )
     return lines
 

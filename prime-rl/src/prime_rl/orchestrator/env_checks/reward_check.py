@@ -102,7 +102,7 @@ def tool_probes(tools: Sequence[Mapping[str, Any]], final: str) -> Iterator[Prob
     if tools:
         name = str(tools[0]["function"]["name"])
         yield Probe("tool that does not exist", (_calling("no_such_tool", "{}"), last))
-        yield Probe("tool arguments that are no JSON", (_calling(name, '{"a": '), last))
+        yield Probe("tool arguments that are not JSON", (_calling(name, '{"a": '), last))
         yield Probe("tool without arguments", (_calling(name, "{}"), last))
 
 
@@ -352,9 +352,9 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
     if good and all(rollout.reward == good[0].reward for rollout in good):
         constant = f"constant: {good[0].reward:g} for every answer"
         if trials.are_games:
-            yield "warn", "reward", f"{constant}. Scripted answers play no game: let a model play with `env try`"
+            yield "warn", "reward", f"{constant}. Scripted answers cannot play a game: let a model play with `env try`"
         else:
-            yield "fail", "reward", f"{constant}, so nothing can be learned"
+            yield "fail", "reward", f"{constant}, so the model cannot learn anything from it"
         return
     for name, weight in trials.environment.reward_functions.items():
         values = {_part(rollout, name) for rollout in good}
@@ -367,7 +367,7 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
         yield (
             "warn",
             "reward: right",
-            f"earns {right:.4g}, and a wrong one {wrong:.4g}: if answers have a form of their own, give it with --form",
+            f"earns {right:.4g}, and a wrong one {wrong:.4g}: if answers must have a certain form, give it with --form",
         )
         return
     unearned = {outcome.row for outcome in trials.outcomes if outcome.kind == RIGHT and _earns_at_most(outcome, wrong)}
@@ -379,7 +379,7 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
             yield (
                 "fail",
                 f"reward: {kind}",
-                f"earns {means[kind]:.4g}, and a right answer {right:.4g}: a model will find it",
+                f"earns {means[kind]:.4g}, and a right answer {right:.4g}: a model will learn to exploit it",
             )
         elif kind in means and means[kind] > wrong + 0.5 * (right - wrong):
             yield "warn", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}"

@@ -107,7 +107,7 @@ class RecordingProxy:
         else:
             session = self.sessions.find(key)
         if session is None:
-            raise Refused(401, "no such session: it has ended, or the API key is not that of a session")
+            raise Refused(401, "no session with this API key: it has ended, or the key is wrong")
         return session
 
     async def _start(self, request: web.Request) -> web.StreamResponse:
@@ -118,7 +118,7 @@ class RecordingProxy:
             raise Refused(400, f"wait_s: 0 to {MAX_WAIT_S:g} seconds")
         offer = await self.offers.take(wait_s)
         if offer is None:
-            raise Refused(429, "no attempt waits for an agent: ask again", "no_attempt")
+            raise Refused(429, "no attempt is waiting for an agent: ask again later", "no_attempt")
         key = offer.session.key
         return web.json_response(
             {"api_key": key, "base_url": self.base_url, "model": offer.session.model, "task": offer.task}
@@ -249,7 +249,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         # Stricter than `json`: what it takes can be sent on.
         body = msgspec.json.decode(await request.read() or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from error
+        raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
     return body

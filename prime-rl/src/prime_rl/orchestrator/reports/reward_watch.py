@@ -95,7 +95,11 @@ class RewardWatch:
 
     def _observe(self, step: int, env: str, rollouts: Sequence[Rollout]) -> Iterator[str]:
         if (words := self._equal[env].observe(step, rollouts)) is not None:
-            yield words if self._group_size != 1 else f"{words}; a group has one rollout, compared with nothing"
+            yield (
+                words
+                if self._group_size != 1
+                else f"{words}; with one rollout per group, advantages are 0: raise orchestrator.rollouts_per_example"
+            )
         reward = fmean(rollout.reward for rollout in rollouts)
         for name, value in reward_parts(rollouts, self.parts).get(env, {}).items():
             weight = self.parts[env][name]
@@ -223,7 +227,7 @@ class EqualRewards:
         what = "advantages are 0" if others else f"rewards are {reward:g}"
         steps = f"steps {self._first_step} to {step}" if step > self._first_step else "this step"
         warning = (
-            f"all {self._rewards.total()} {what} in {steps}: nothing tells good answers from bad ones; "
+            f"all {self._rewards.total()} {what} in {steps}: they do not show which answers are better; "
             "look at the rollouts (orchestrator.save_rollouts) and the reward functions"
         )
         self._rewards.clear()

@@ -21,9 +21,9 @@ Difficulty = Literal["easy", "hard"]
 Fingerprint = Callable[[ExampleRef], str]
 EVERY_0, EVERY_1, EQUAL = "every reward 0", "every reward 1", "equal rewards"
 ADVICE = {
-    EVERY_0: "take easier examples, raise rollouts_per_example, check the reward functions",
-    EVERY_1: "take harder examples, raise rollouts_per_example",
-    EQUAL: "raise rollouts_per_example, give rewards that differ",
+    EVERY_0: "use easier examples, raise rollouts_per_example, or check the reward functions",
+    EVERY_1: "use harder examples, or raise rollouts_per_example",
+    EQUAL: "raise rollouts_per_example, or use rewards that differ",
 }
 """How to get groups that are not rejected, by the most frequent reason."""
 
@@ -67,7 +67,9 @@ class Buffer:
         """Ratios without `env_ratios`: numbers of rows. An endless environment must be the only one."""
         if self._endless and len(self.num_rows) > 1:
             names = ", ".join(map(repr, self._endless))
-            raise EnvironmentFault(f"{names} has rows without end, and is not alone: set buffer.env_ratios")
+            raise EnvironmentFault(
+                f"{names} has endless rows, so its share among several environments is unknown: set buffer.env_ratios"
+            )
         return [1.0 if count is None else float(count) for count in self.num_rows.values()]
 
     def sample(self) -> ExampleRef:
@@ -189,7 +191,7 @@ class Buffer:
             if count is None or example.row < count:
                 self._waiting.append(example)
             else:
-                self.ledger.dropped(example.draw, "the dataset has no such row any more")
+                self.ledger.dropped(example.draw, "the dataset no longer has this row")
         self.pools.restore(state["pools"])
         draw = random.Random(f"{self.seed}:{self._draws}:give back")
         self.pools.return_fraction("easy", self.config.easy_fraction, draw)

@@ -213,7 +213,7 @@ class Scheduler:
         if running:
             get_logger().warning(
                 f"{count_of('group', len(running))} did not end within {self.limits.ending_s:g} s of the cancellation, "
-                "which the environment's code catches; they are left behind"
+                "which the environment's code catches; they are abandoned"
             )
 
     def _requeue(self, matches: Callable[[InFlightGroup], bool], reason: str) -> list[Task]:

@@ -231,7 +231,7 @@ class ChatChannel:
         try:
             yield
         except msgspec.DecodeError as error:
-            message = f"not what {path} returns ({error}): {error_message(answer.body)}"
+            message = f"not a valid reply of {path} ({error}): {error_message(answer.body)}"
             raise UnreadableAnswer(f"{self.base_url}{path}", message) from error
 
     async def close(self) -> None:

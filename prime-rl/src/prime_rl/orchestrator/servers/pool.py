@@ -167,7 +167,7 @@ class InferencePool:
             await self.sleep(WATCH_INTERVAL_S)
             missed = missed + 1 if await server.is_gone() else 0
             if missed >= MISSED_WATCHES and server in self.serving:
-                fault = InferenceFault(f"the inference server {server.root_url} is gone; its log says why")
+                fault = InferenceFault(f"the inference server {server.root_url} does not respond any more; see its log")
                 self._remove(server, fault)
 
     def _remove(self, server: InferenceServer, fault: InferenceFault) -> None:

@@ -84,7 +84,10 @@ class AgentWorker:
             try:
                 await self.proxy.open()
             except OSError as error:
-                raise EnvironmentFault(f"agent_port = {self._keys.port}: {error.strerror}") from error
+                raise EnvironmentFault(
+                    f"agent_port = {self._keys.port}: cannot listen on this port: {error.strerror}; choose another, or "
+                    "leave it out for a free one"
+                ) from error
             if self.process is None:
                 port = int(self.proxy.base_url.rpartition(":")[2].removesuffix("/v1"))
                 file = self._opened.enter_context(published_key(port, self.proxy.starter_key, KEY_SERVICE))
@@ -252,7 +255,7 @@ def _call_of(sequence: Mapping[str, Any]) -> ModelCall:
     """A workflow's sequence as one call: the prompt ends where the first trained token begins."""
     mask = sequence["loss_mask"]
     if True not in mask:
-        raise MalformedRollout("a sequence of a workflow has no token to train on: its loss_mask is empty")
+        raise MalformedRollout("a workflow returned a sequence without a token to train on: its loss_mask has no True")
     start = mask.index(True)
     spans, at = [], 0
     for version, run in groupby(sequence["versions"][start:]):

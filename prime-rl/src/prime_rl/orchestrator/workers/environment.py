@@ -282,7 +282,7 @@ def rows_to_evaluate(environment: Environment, skip_first: int, count: int) -> r
     size = environment.num_rows
     if size is None:
         if count < 0:
-            raise EnvironmentFault(f"environment {environment.name!r} makes rows without end: set num_examples")
+            raise EnvironmentFault(f"environment {environment.name!r} has endless rows: set num_examples")
         return range(skip_first, skip_first + count)
     if skip_first >= size:
         raise EnvironmentFault(f"skip_first = {skip_first} leaves none of the {size} rows of {environment.name!r}")

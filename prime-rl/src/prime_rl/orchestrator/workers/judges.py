@@ -113,6 +113,7 @@ def _servers(configs: Mapping[str, JudgeConfig]) -> dict[str, JudgeServer]:
             servers[name] = JudgeServer(name, started[name], our_key, JUDGE_SERVER_KEY_VARIABLE)
         else:
             raise JudgeFault(
-                f"judge.{name}: nothing has started it: set judge.{name}.base_url, or start the run with `rl` or `eval`"
+                f"judge.{name}: no server was started for it: set judge.{name}.base_url, or start the run with `rl` or "
+                "`eval`"
             )
     return servers

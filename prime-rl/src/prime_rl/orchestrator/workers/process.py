@@ -492,7 +492,7 @@ class ProcessWorker:
                 fault = str(error)
             if fault is None or not retries_left:
                 break
-            get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; once more")
+            get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; trying once more")
         return rollouts
 
     async def _once(self, group: GroupRequest) -> list[Rollout]:

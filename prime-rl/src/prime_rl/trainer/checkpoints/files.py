@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _FULL_BYTES = 2**20
 """A disk with less free space than this is full."""
-_NOT_WRITTEN = "could not write a checkpoint; those written before are whole"
+_NOT_WRITTEN = "could not write a checkpoint; earlier checkpoints are complete"
 
 
 @contextmanager

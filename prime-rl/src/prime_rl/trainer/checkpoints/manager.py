@@ -68,7 +68,8 @@ class Best:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({error}): delete it, and the best step is chosen from here on"
+                f"{path} cannot be read ({error}): delete it, and the run chooses the best step again from the next "
+                "validation on"
             ) from error
 
     def write(self, path: Path) -> None:

@@ -233,7 +233,9 @@ def restored_state(state: TrainState, paths: RunPaths, step: int, process: Proce
 def summary_of(facts: dict[str, Any]) -> str:
     """The facts in one line."""
     optimizer, checked = facts["policy"]["optimizer"], len(facts["files"]["xxh3_128"])
-    files = f"{checked} files match their hashes" if checked else "its marker holds no hashes: files are unchecked"
+    files = (
+        f"{checked} files match their hashes" if checked else "its marker has no hashes, so the files were not verified"
+    )
     return (
         f"step {facts['step']}, {facts['tokens']} tokens, {facts['samples']} samples; {optimizer['type']} at "
         f"update {optimizer['updates']}, schedule at step {facts['policy']['schedule']['step']}, random state; {files}"

@@ -199,7 +199,8 @@ def _choice_of_main(paths: RunPaths, is_resumed: bool) -> ProductChoice:
         begun = ProductChoice.read(paths.matrix_products)
         if begun is None and paths.matrix_products.exists():
             get_logger().warning(
-                f"{paths.matrix_products} cannot be used here: products may be rounded otherwise than before the resume"
+                f"{paths.matrix_products} cannot be used here: matrix products may be rounded differently than before "
+                "the resume"
             )
         return begun or ProductChoice.without_measuring()
     choice = cached_choice(_cache_file())

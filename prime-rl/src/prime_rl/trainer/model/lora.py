@@ -69,7 +69,9 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
     for pattern in config.target_modules:
         _check_target(pattern, linear, experts, chosen)
     if not (chosen.linear or chosen.experts):
-        raise ModelError(f"model.lora.target_modules matches nothing to adapt: {_listed(config.target_modules)}")
+        raise ModelError(
+            f"model.lora.target_modules matches no module that can be adapted: {_listed(config.target_modules)}"
+        )
     for path, layer in chosen.linear.items():
         _check_linear(path, layer, owners)
     for path, module in chosen.experts.items():

@@ -285,7 +285,7 @@ def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: b
     if states_on_host and device.type == "cuda":
         offload_states(optimizer, device)
     elif states_on_host:
-        get_logger().info("model.optim_cpu_offload has nothing to do on a CPU: states are in host memory")
+        get_logger().info("model.optim_cpu_offload has no effect on a CPU: optimizer state is in host memory already")
     if device.type == "cpu":
         if isinstance(optimizer, AdamW):
             _make_states(optimizer)

@@ -67,7 +67,7 @@ def exit_on_error() -> Iterator[None]:
         if (fault := disk_fault(error)) is not None:
             get_logger().error(fault)
         elif _is_lost_peer(error):
-            get_logger().error("lost the connection to another rank of the trainer; its log tells why")
+            get_logger().error("lost the connection to another rank of the trainer; see that rank's log")
         else:
             get_logger().exception("the trainer failed")
         raise SystemExit(1) from None

@@ -190,7 +190,7 @@ def setup_world(device: DeviceChoice, timeout_s: int, environ: Mapping[str, str]
     kind = resolve_device(device)
     rank, world_size, local_rank = (int(environ.get(key, d)) for key, d in _TORCHRUN_DEFAULTS)
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise TrainerError(f"process {local_rank} has no GPU to itself: {torch.cuda.device_count()} are visible")
+        raise TrainerError(f"process {local_rank} has no GPU of its own: only {torch.cuda.device_count()} are visible")
     target = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu":
         map_large_tensors()

@@ -222,7 +222,7 @@ def _holds_sections(site: KeySite) -> bool:
 def _stray(root: Section, word: str, after: str) -> str:
     """What is wrong with a word that belongs to no option. `after` is the word before it."""
     if word.endswith(".toml"):
-        return f"{word}: unexpected argument; a config file is written `@ {word}`"
+        return f"{word}: unexpected argument; to read a config file, write `@ {word}`"
     if word.startswith("-"):
         return f"{word}: unknown option; options start with two dashes"
     site = find_key(root, after[2:]) if after.startswith("--") and "=" not in after else None

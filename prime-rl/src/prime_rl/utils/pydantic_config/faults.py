@@ -295,7 +295,7 @@ def _is_rule(detail: ErrorDetails) -> bool:
 def _complaint(place: Place, detail: ErrorDetails) -> str:
     match detail["type"]:
         case "extra_forbidden":
-            return "is another name of a key that is given too: remove one" if place.kinds else "unknown key"
+            return "is another name for a key that is also set: remove one of them" if place.kinds else "unknown key"
         case "missing":
             return "is required"
         case "union_tag_not_found":

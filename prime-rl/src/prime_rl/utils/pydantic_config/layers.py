@@ -249,7 +249,9 @@ def _with_underscores(owners: tuple[Section, ...], value: Any, path: tuple[str, 
         known = any(match and match[0] == ours for match in (find_field(owner, ours) for owner in owners))
         name = ours if known else key
         if name in table:
-            faults.append(f"{'.'.join((*path, name))}: is written twice, with dashes and with underscores: remove one")
+            faults.append(
+                f"{'.'.join((*path, name))}: is written twice, with dashes and with underscores: remove one of them"
+            )
         if (named := named_below(owners, name)) and isinstance(item, dict):
             table[name] = {
                 own: _with_underscores(named, each, (*path, name, own), faults) for own, each in item.items()

@@ -81,7 +81,7 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError([f"{path}: tables or lists are nested too deeply"]) from None
     except ValueError as error:  # an integer of more digits than Python converts
-        raise ConfigError([f"{path}: not TOML: an integer of too many digits"]) from error
+        raise ConfigError([f"{path}: not TOML: an integer with too many digits"]) from error
     if fault := data_fault(table):
         raise ConfigError([f"{path}: {fault}"])
     return table
@@ -108,7 +108,7 @@ class FileStack:
             return None
         if depth > MAX_BASES_DEPTH or len(self.files) >= MAX_FILES:
             limit = f"{MAX_BASES_DEPTH} in one line" if depth > MAX_BASES_DEPTH else f"{MAX_FILES} in all"
-            raise ConfigError([f"{path}: too many files inherit from each other through {BASES_KEY}: at most {limit}"])
+            raise ConfigError([f"{path}: too many files inherit from one another through {BASES_KEY}: at most {limit}"])
         self.seen.add(identity)
         mark = in_section(path, section) if section else path
         self.files.append(mark)

@@ -26,11 +26,15 @@ def data_fault(data: Any) -> str | None:
     while waiting:
         place, depth, value = waiting.pop()
         if depth > MAX_DEPTH:
-            return f"{_shown(place)}: more than {MAX_DEPTH} tables and lists in each other"
+            return f"{_shown(place)}: more than {MAX_DEPTH} levels of nested tables and lists"
         if isinstance(value, str) and (fault := text_fault(value)):
             return f"{_shown(place)}: {fault}" if place else fault
         if isinstance(value, int) and not -MAX_INT64 - 1 <= value <= MAX_INT64:
-            return f"{_shown(place)}: an integer of more than 64 bits" if place else "an integer of more than 64 bits"
+            return (
+                f"{_shown(place)}: an integer that does not fit into 64 bits"
+                if place
+                else "an integer that does not fit into 64 bits"
+            )
         num_keys += len(value) if isinstance(value, dict) else 0
         if num_keys > MAX_KEYS:
             return f"more than {MAX_KEYS} keys, too many for a config"
@@ -108,7 +112,7 @@ def _parse_json(text: str) -> Any:
     except RecursionError:
         raise BadText(f"{text[:20]!r}...: objects or lists are nested too deeply") from None
     except ValueError as error:  # an integer of more digits than Python converts
-        raise BadText(f"{text[:20]!r}...: an integer of too many digits") from error
+        raise BadText(f"{text[:20]!r}...: an integer with too many digits") from error
     if fault := data_fault(value):
         raise BadText(f"{text[:20]!r}...: {fault}")
     return value

@@ -154,7 +154,9 @@ class DecodeGraphs:
                 return None
             replay = self._recorder.record(step.compute)
             if not _is_close(replay()[: len(tokens)], expected):
-                raise RuntimeError(f"a replayed step of {shape[0]} rows and {shape[1]} tokens computes something else")
+                raise RuntimeError(
+                    f"a CUDA graph of {shape[0]} rows and {shape[1]} tokens gives other numbers than the model itself"
+                )
         except Exception as exc:  # noqa: BLE001 - whatever failed, the ordinary path computes this step and says why
             self.is_off = True
             self._clear()

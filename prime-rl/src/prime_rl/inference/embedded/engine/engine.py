@@ -323,7 +323,9 @@ class Engine:
                 self._sampler = BatchSampler([each.params for each in running], logits.shape[1], logits.device)
             return _zipped(running, self._sampler.draw(logits, running))
         except Exception as exc:  # noqa: BLE001 - raised again for the requests at fault, which it then ends
-            get_logger().warning(f"Sampling {len(running)} sequences together failed; sampling each request: {exc!r}")
+            get_logger().warning(
+                f"Could not sample {len(running)} sequences in one batch; sampling each request alone: {exc!r}"
+            )
         self._sampler = None
         rows: dict[GenerationRequest, list[int]] = {}
         for row, sequence in enumerate(running):
@@ -341,7 +343,9 @@ class Engine:
         self._beats.say(f"loading the weights {directory or 'of the base model'}")
         source = directory or self._runner.weights_dir
         if source is None:
-            raise WeightError("this engine has no directory with its initial weights")
+            raise WeightError(
+                "this engine was started without a directory of weights, so it cannot reload its initial ones"
+            )
         tensors = self.weight_source.read(source) if directory else read_weights(source)
         self._runner.load_weights(tensors, source)
         if self.adapters is not None:

@@ -58,7 +58,10 @@ def check_positions(model: PreTrainedModel, max_model_len: int) -> None:
             for places in (far, positions)
         )
     if not _is_close(near, own):
-        raise EngineError(f"{type(model).__name__} has positions that change with the length of a neighbour")
+        raise EngineError(
+            f"{type(model).__name__} computes positions that depend on the other sequences of the batch, which is not "
+            "supported"
+        )
 
 
 @torch.inference_mode()

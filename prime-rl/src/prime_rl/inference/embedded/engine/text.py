@@ -87,7 +87,7 @@ class Text:
         except OutOfTime:
             raise EngineError(
                 f"the chat template of {self._tokenizer.name_or_path} takes more than {limit_s:g} s for one short "
-                "message: look for a loop in it, or set model.chat_template"
+                "message: check it for a loop, or set model.chat_template"
             ) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

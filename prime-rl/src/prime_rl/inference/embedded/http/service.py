@@ -103,7 +103,7 @@ class Service:
             return None
         if self.tool_parser is None:
             raise RequestError(
-                "This server does not parse tool calls: the chat template shows no form of calls that it knows. Set "
+                "This server does not parse tool calls: its chat template uses no known format of tool calls. Set "
                 "inference.model.tool_call_parser (for `inference` alone: model.tool_call_parser), "
                 "or inference.model.chat_template to chatml, "
                 'or send tool_choice = "none" to leave calls in the text.',

@@ -29,7 +29,9 @@ class Served:
         except (BadTarget, NoJudge) as error:
             raise Unusable(str(error)) from error
         if needs_client(target) and importlib.util.find_spec("openai") is None:
-            raise Unusable("it asks the model through the package openai, which is not installed there")
+            raise Unusable(
+                "it needs the package openai to call the model, and its interpreter does not have it: install it there"
+            )
         self._attempts = Attempts(target)
 
     async def attempt(

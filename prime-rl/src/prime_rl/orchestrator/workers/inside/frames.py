@@ -54,9 +54,9 @@ def decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadFrame(f"a message that is no JSON: {error}") from error
+        raise BadFrame(f"a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise BadFrame("a message that is no JSON object")
+        raise BadFrame("a message that is not a JSON object")
     return message
 
 

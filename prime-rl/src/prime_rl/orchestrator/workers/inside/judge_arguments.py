@@ -66,7 +66,7 @@ def offered_arguments(judge: str | None, who: str, function: Callable[..., Any])
 def _offer(judge: str) -> Mapping[str, Any]:
     offered: dict[str, Mapping[str, Any]] = json.loads(os.environ.get(JUDGES_VARIABLE) or "{}")
     if judge not in offered:
-        raise NoJudge(f"judge = {judge!r}: no run offers it to this process")
+        raise NoJudge(f"judge = {judge!r}: this process is not part of a run that starts the judge")
     return offered[judge]
 
 

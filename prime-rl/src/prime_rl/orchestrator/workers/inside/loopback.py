@@ -105,7 +105,7 @@ class _Connection(asyncio.Protocol):
         try:
             answer = _parsed(self._received)
         except (ValueError, IndexError, KeyError) as error:
-            self._answer.set_exception(ValueError(f"the proxy's answer is no HTTP/1.1: {error}"))
+            self._answer.set_exception(ValueError(f"the proxy's answer is not HTTP/1.1: {error}"))
             return
         if answer is not None:
             self._received.clear()

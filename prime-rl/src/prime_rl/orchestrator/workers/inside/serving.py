@@ -76,7 +76,7 @@ def _keep_from_children(connection: socket.socket) -> None:
 
 def _load(start: dict[str, Any]) -> Any:
     if start["protocol"] != PROTOCOL:
-        raise RuntimeError(f"the orchestrator speaks version {start['protocol']} of the protocol, not {PROTOCOL}")
+        raise RuntimeError(f"the orchestrator uses version {start['protocol']} of the protocol, not {PROTOCOL}")
     if "--agent" in sys.argv:
         if sys.version_info < OLDEST_FOR_AGENTS:
             oldest = ".".join(map(str, OLDEST_FOR_AGENTS))
@@ -91,7 +91,7 @@ def _load(start: dict[str, Any]) -> Any:
         from . import verifiers_v1
 
         if start["judge"]:
-            raise RuntimeError("judge: a taskset of verifiers v1 names its judges itself, in its own table")
+            raise RuntimeError("judge: leave it out: a taskset of verifiers v1 configures its judges in its own table")
         return verifiers_v1.Served(start)
     from . import verifiers_api
 

@@ -122,7 +122,7 @@ class Tasks:
         while row not in self._kept:
             task = next(self._stream, None)
             if task is None:
-                raise LookupError(f"the taskset ends after {self._next:,} tasks")
+                raise LookupError(f"the taskset has only {self._next:,} tasks")
             self._kept[self._next] = task
             self._next += 1
             if self.count is None and len(self._kept) > KEPT_TASKS:
@@ -169,8 +169,8 @@ def _refuse_other_agents(env: Any) -> None:
     policies = [name for name, agent in env.config if isinstance(agent, AgentConfig) and agent.client is None]
     if len(policies) != 1:
         raise RuntimeError(
-            f"its agents {', '.join(policies) or '(none)'} ask the trained model, and exactly one may: "
-            "give the others a client of their own"
+            f"its agents {', '.join(policies) or '(none)'} use the trained model, but exactly one may: "
+            "give each of the others its own client"
         )
 
 

@@ -168,7 +168,7 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         kinds = "" if len(found.faults) == 1 else f", and {len(found.faults) - 1} other reasons"
         yield f'{counts.bad} {of_rows} are skipped ({config.section}.on_bad_row = "skip"): {first}{kinds}'
     if found.share(found.without_end) > _WORRYING_UNTRAINABLE:
-        yield f"{found.without_end} {of_rows} train no end token, so the model does not learn to stop after them"
+        yield f"{found.without_end} {of_rows} have no end token that is trained on, so the model does not learn to stop"
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"
     if found.discarded > _WORRYING_LOSS_OF_PACKING:

@@ -273,7 +273,9 @@ def _load_from_hub(part: Part, streaming: bool) -> Any:
         return datasets.load_dataset(part.name, part.subset, split=part.split, streaming=streaming)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{part.key} = {part.name}: no such file, and not loadable from the hub: {reason}") from error
+        raise DataError(
+            f"{part.key} = {part.name}: no such file, and it could not be loaded from the hub: {reason}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
