@@ -62,6 +62,7 @@ _MINUS, _PLUS = "\u2212", "\uff0b"
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\s+", " "),
         (r"\\([%$#&_])", r"\1"),
         (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda number: number[0].replace(",", "")),
         # Articles. `a` only at the start: vitamin A, hepatitis A, type A. Not before `and`, `or` and single letters.
@@ -75,11 +76,13 @@ _RULES = [
         (r"\+", _PLUS),
         (r"(?<=\w)['.](?=[^\W\d])", ""),  # Crohn's, U.S
         (r"(?<=\d)\.(?=\d)", "\u00b7"),  # a decimal point
+        (r"(?<!\w)(\d+(?:\u00b7\d+)?)(?=[^\W\d_])", r"\1 "),  # 10mg
         (r"(?<=\w)\*(?=\w)", "×"),
         (r"(?<=[^\W\d])#", "♯"),  # C#
         ("&", " and "),
         ("!=", "≠"),
         (r"[-!\"#$'()*,.:;?@\[\\\]_`{|}~]", " "),
+        (r"\s+", " "),
         (rf"\s*(<=|>=|[<>=≠/^%×°{_PLUS}])\s*", r"\1"),
     )
 ]

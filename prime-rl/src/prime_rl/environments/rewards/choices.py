@@ -19,6 +19,14 @@ UNNAMED = "ABCDEFGHIJ"
 """Letters of options whose number is not known."""
 
 
+_MAX_CHARACTERS, _HEAD = 10_000, 2_000
+"""Of a longer text, the start and the end are read. An answer stands in one of them."""
+
+_MOST = len(UNNAMED)
+_WINDOW = 150
+"""Characters before and after a letter in which a text may reject it."""
+
+
 def multiple_choice(completion_text: str, answer: Any, choices: Any = None) -> float:
     """1 if the completion chooses `answer`: a letter, a number from 0, or the text of one of `choices`.
 
@@ -40,7 +48,7 @@ def chosen(completion: str, options: Sequence[str] = ()) -> frozenset[str]:
         if part is not None:
             short = _plain(part)
             return _short(short, letters) or _stated(short, letters) or _by_text(short, options)
-    text = _plain(text)
+    text = _plain(text if len(text) <= _MAX_CHARACTERS else f"{text[:_HEAD]}\n{text[_HEAD - _MAX_CHARACTERS :]}")
     for find in (_stated, _short, _concluded, _alone):
         if found := find(text, letters):
             return found if "?" not in found else frozenset()
@@ -73,7 +81,8 @@ _REJECTED_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _REJECTED_AFTER = re.compile(
-    r"^[)\]}.:,]*(?:[\s,/(]|\b(?:and|or|nor|option|choice|[a-z])\b|[)\]])*\s*(?:(?:(?!\b(?:because|since|while|whereas|but|as)\b)[^.,;\n]){0,60}?\b)?"
+    r"^[)\]}:,]*(?:[ \t,/(]|\b(?:and|or|nor|option|choice|[a-z])\b|[)\]])*"
+    r"(?:(?:(?!\b(?:because|since|while|whereas|but|as)\b)[^.,;\n]){0,60}?\b)?"
     r"(?:(?:is|are|was|were|would be|seems?|looks?|can be|be)\s+(?:also\s+|both\s+|all\s+|clearly\s+|therefore\s+)*"
     r"(?:not|never|wrong|incorrect|false|excluded|eliminated|ruled out|unlikely|contraindicated|inappropriate|rejected)"
     r"|(?:isn|aren|wasn|doesn|don|can|couldn|won|wouldn)'?t\b|does not|do not|cannot|can not)",
@@ -95,14 +104,17 @@ _VERDICT = re.compile(
     r"(?:most\s+likely\s+|most\s+appropriate\s+|single\s+)?(?:correct|right|best|true|answer|most appropriate)\b",
     re.IGNORECASE,
 )
+_ALL_OF = re.compile(
+    r"\b((?:[A-Z](?:\s*,\s*|\s*,?\s+and\s+)){1,9}[A-Z])\s+are\s+(?:both\s+|all\s+)?(?:the\s+)?(?:correct|right|true|answers)\b"
+)
 _PICKED = re.compile(
-    r"\b(?:I|I'd|I'll|I'm|we|we'd)\s+(?:would\s+|will\s+|'d\s+)?"
-    r"(?:choose|chose|pick|picked|select|selected|go with|going with|went with|answer|say|opt for)\b"
+    r"(?:(?:^|[.\n]\s*)(?:choose|select|pick)\b|\b(?:I|I'd|I'll|I'm|we|we'd)\s+(?:would\s+|will\s+|'d\s+)?"
+    r"(?:choose|chose|pick|picked|select|selected|go with|going with|went with|answer|say|opt for)\b)"
     rf"(?:\s|\b(?:the|option|choice|letter|answer)\b|[:\"'])*{_LETTER}",
     re.IGNORECASE,
 )
 _CONCLUSION = re.compile(
-    r"\b(?:therefore|thus|hence|so|leaves|leaving|conclusion|must be)\b"
+    r"\b(?:therefore|thus|hence|so|leaves|leaving|conclusion|must be|it's|it is)\b"
     r"(?:\s|[,:\"']|\b(?:it|it's|is|must be|be|we|have|us with|only|the|option|choice)\b)*"
     rf"{_LETTER}(?=[\s.!\"')\]]*(?:$|\n))",
     re.IGNORECASE,
@@ -110,12 +122,16 @@ _CONCLUSION = re.compile(
 _MORE = re.compile(
     r"^[)\]}.]?\s*(?P<joint>,\s*and|,\s*or|,|/|&|\+|\band\b|\bor\b)\s*(?:option\s+|choice\s+)?" + _LETTER, re.IGNORECASE
 )
-_LEAD = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?(?:answer|option|choice|letter)\s*(?:is)?\s*[:=]?\s*)+", re.IGNORECASE)
+_LEAD = re.compile(
+    r"^(?:(?:the\s+)?(?:final\s+)?(?:answer|option|choice|letter)\s*(?:is)?\s*[:=]?\s*)+|^both\s+", re.IGNORECASE
+)
 
 
 def _short(text: str, letters: str) -> frozenset[str]:
     """Of a text that is a letter, or begins with one and a mark: `B`, `(b)`, `B. aspirin`, `A, C`, `option a`."""
-    head = _LEAD.sub("", text)
+    head = _LEAD.sub("", text.strip("\"'"))
+    if re.fullmatch(r"[A-Z]{2,10}", head) and list(head) == sorted(set(head)) and set(head) <= set(letters):
+        return frozenset(head)
     match = re.match(_LETTER, head)
     if match is None:
         return frozenset()
@@ -127,9 +143,9 @@ def _short(text: str, letters: str) -> frozenset[str]:
     listed = re.findall(rf"^\s*(?:{_MARKED}|([A-Za-z])[.):])\s", text, re.MULTILINE)
     is_list = len({(one or other).upper() for one, other in listed}) > 1
     is_marked = match[1] is not None or re.match(
-        r"\s*$|\s*[.:)](?:\s|$)|\s*-\s|\s*\n|,?\s+(?:because|since|as)\b", rest
+        r"\s*$|\s*[.:)](?:\s|$)|\s*-\s|\s*\n|,?\s+(?:because|since|as|(?:and|but)\s+not)\b", rest
     )
-    if not is_marked or is_list or _SPECIES.match(rest) or _REJECTED_AFTER.match(rest):
+    if not is_marked or is_list or _SPECIES.match(rest) or _REJECTED_AFTER.match(rest[:_WINDOW]):
         return frozenset()
     return frozenset() if _others(rest, several, letters) else several
 
@@ -149,16 +165,19 @@ def _stated(text: str, letters: str) -> frozenset[str]:
                 r"wrong|incorrect|worst|other|not|no\b", match["kind"], re.IGNORECASE
             ):
                 continue
-            if (chosen := _with_more(text, match, letters)) and not _is_word(text, match):
+            if (chosen := _with_more(text, match, letters)) and not (pattern is not _VERDICT and _is_word(text, match)):
                 found.append((match.end(), chosen))
+    for match in _ALL_OF.finditer(text):
+        found.append((match.end(), frozenset(re.findall(r"\b[A-Z]\b", match[1])) & frozenset(letters)))
     return max(found, key=lambda each: each[0])[1] if found else frozenset()
 
 
 def _concluded(text: str, letters: str) -> frozenset[str]:
     """The last line if it is a letter, or a conclusion such as "so it must be C."."""
-    last = text.rstrip().rpartition("\n")[2].strip()
-    if match := re.fullmatch(rf"{_LETTER}[.)\s]*", last):
-        return _with_more(last, match, letters)
+    alone = [match for line in text.splitlines() if (match := re.fullmatch(rf"\s*{_LETTER}[.)\s]*", line))]
+    if alone and alone[-1].string.strip() == text.rstrip().rpartition("\n")[2].strip():
+        named = frozenset().union(*(_with_more(each.string, each, letters) for each in alone))
+        return named if len(named) == 1 else frozenset("?")
     found = [_with_more(text, match, letters) for match in _CONCLUSION.finditer(text) if not _is_rejected(text, match)]
     return found[-1] if found else frozenset()
 
@@ -168,23 +187,25 @@ def _alone(text: str, letters: str) -> frozenset[str]:
     found = set()
     for match in re.finditer(rf"{_MARKED}|\b(?:option|choice)\s+([A-Za-z])\b(?!')", text, re.IGNORECASE):
         letter = (match[1] or match[2]).upper()
-        if letter in letters and not _is_rejected(text, match):
+        if letter in letters and letter not in found and not _is_rejected(text, match):
             found.add(letter)
     return frozenset(found) if len(found) == 1 else frozenset("?") if found else frozenset()
 
 
 def _with_more(text: str, match: re.Match[str], letters: str) -> frozenset[str]:
     """The letter of a match, with those that follow after `,` and `and`. Empty with `or`, which does not decide."""
-    first = next(each for each in reversed(match.groups()) if each and len(each) == 1).upper()
+    first = next(each for each in reversed(match.groups()) if each and len(each) == 1).upper()  # of _MARKED or _BARE
     if first not in letters:
         return frozenset()
     found, rest = {first}, text[match.end() :]
-    while more := _MORE.match(rest):
+    while len(found) < _MOST and (more := _MORE.match(rest[:_WINDOW])):
         letter = next(each for each in (more[2], more[3]) if each).upper()
         if letter not in letters or (more[3] in ("a", "I") and _AS_WORD.match(rest[more.end() :])):
             break
         if "or" in more["joint"].lower() or "/" in more["joint"]:
             return frozenset("?")
+        if letter in found:  # a list that repeats letters chooses none
+            break
         found.add(letter)
         rest = rest[more.end() :]
     return frozenset(found)
@@ -201,8 +222,8 @@ def _is_word(text: str, match: re.Match[str]) -> bool:
 
 
 def _is_rejected(text: str, match: re.Match[str]) -> bool:
-    before = re.split(r"[.;!?\n](?:\s|$)", text[: match.start()])[-1]
-    return bool(_REJECTED_BEFORE.search(before) or _REJECTED_AFTER.match(text[match.end() :]))
+    before = re.split(r"[.;!?\n](?:\s|$)", text[max(match.start() - _WINDOW, 0) : match.start()])[-1]
+    return bool(_REJECTED_BEFORE.search(before) or _REJECTED_AFTER.match(text[match.end() : match.end() + _WINDOW]))
 
 
 def _by_text(text: str, options: Sequence[str]) -> frozenset[str]:
@@ -250,6 +271,4 @@ def _letters_of(answer: Any, options: Sequence[str]) -> frozenset[str]:
         return found
     if text.isdigit() and text not in options:
         return frozenset(string.ascii_uppercase[int(text)]) if int(text) < 26 else frozenset()
-    if re.fullmatch(r"[A-Z]{2,10}", text) and list(text) == sorted(set(text)):  # `AC`: all of them
-        return frozenset(text)
     return _short(text, string.ascii_uppercase) or _by_text(text, options)
