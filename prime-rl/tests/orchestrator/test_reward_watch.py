@@ -64,6 +64,15 @@ def test_groups_of_one_rollout_are_named_as_the_reason() -> None:
     assert "one rollout" not in RewardWatch({"letters": {}}).observe(0, [Group(ZERO)])[0]
 
 
+def test_rewards_of_0_are_explained_where_they_are_warned_of_and_at_the_end() -> None:
+    watch = RewardWatch({"letters": {}}, explain=lambda env, rollouts: f"{env}: all {len(rollouts)} scores are 0: why")
+    warnings = [watch.observe(step, [Group(ZERO)]) for step in range(3)]
+    assert [len(each) for each in warnings] == [2, 0, 0]
+    assert warnings[0][1] == "Step 0: letters: all 32 scores are 0: why"
+    assert watch.why_zero == {"letters": "letters: all 32 scores are 0: why"}
+    assert RewardWatch({"letters": {}}).observe(0, [Group(ZERO)]) == warnings[0][:1]
+
+
 def test_steps_in_which_most_answers_are_cut_off_are_warned_of_once() -> None:
     whole = rollouts(0.0, 1.0)
     cut = [replace(each, is_truncated=True) for each in whole]

@@ -36,6 +36,7 @@ from prime_rl.orchestrator.reports.sessions import traced_ledger
 from prime_rl.orchestrator.scheduling.buffer import Buffer
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler, SchedulerLimits
 from prime_rl.orchestrator.scheduling.staleness import Staleness
+from prime_rl.orchestrator.scores import zero_line
 from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.policy import AsyncLimits, DirectWeights, Policy
 from prime_rl.orchestrator.servers.pool import InferencePool
@@ -181,6 +182,8 @@ async def _run(
         if reward_watch is not None and config.teacher_model is None and not config.bench:
             verdict = reward_watch.lessons.verdict(run.root)
             if verdict is not None:
+                for env, why in reward_watch.why_zero.items() if reward_watch.lessons.rewards == {0.0} else ():
+                    get_logger().warning(f"environment {env!r}: {why}")
                 get_logger().warning(verdict)
         if direct is not None:
             direct.close()
@@ -353,6 +356,7 @@ def make_reward_watch(config: OrchestratorConfig, environments: Mapping[str, Env
     return RewardWatch(
         {env: {name: weight for name, weight in weights.items() if weight} for env, weights in functions.items()},
         answer_limits(config),
+        lambda env, rollouts: zero_line(rollouts, environments[env]),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, variance
@@ -67,11 +67,20 @@ class AnswerLimits:
         return f"a max_tokens of {count} that environment or agent {env!r} sets itself: raise it there"
 
 
+Explain = Callable[[str, Sequence[Rollout]], str | None]
+"""Says why all rewards of an environment's rollouts are 0. None if they are not."""
+
+
 class RewardWatch:
     """Looks at the rewards of every step."""
 
-    def __init__(self, parts: RewardParts, limits: AnswerLimits = AnswerLimits()) -> None:
+    def __init__(
+        self, parts: RewardParts, limits: AnswerLimits = AnswerLimits(), explain: Explain = lambda env, rollouts: None
+    ) -> None:
         self.parts = parts
+        self.why_zero: dict[str, str] = {}
+        """Why all rewards of an environment were 0, as the last warning had it."""
+        self._explain = explain
         self.lessons = Lessons(limits)
         self._cuts = TruncatedRollouts(limits)
         self._group_size = 0
@@ -100,6 +109,9 @@ class RewardWatch:
                 if self._group_size != 1
                 else f"{words}; with one rollout per group, advantages are 0: raise orchestrator.rollouts_per_example"
             )
+            if (why := self._explain(env, rollouts)) is not None:
+                self.why_zero[env] = why
+                yield why
         reward = fmean(rollout.reward for rollout in rollouts)
         for name, value in reward_parts(rollouts, self.parts).get(env, {}).items():
             weight = self.parts[env][name]
