@@ -55,7 +55,6 @@ def wait_until_running(name: str) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(300)
 def test_a_submitted_job_is_recorded_followed_and_waited_for(slurm, submit: Callable, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -77,7 +76,6 @@ def test_a_submitted_job_is_recorded_followed_and_waited_for(slurm, submit: Call
 
 
 @pytest.mark.slurm
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_jobs_that_fail_are_preempted_or_cancelled_are_told_apart(slurm, submit: Callable, tmp_path: Path) -> None:
     submit("bad", "exit 7")

@@ -17,7 +17,6 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-    pytest.mark.timeout(600),
 ]
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 
 from prime_rl.launch.placement import reserved_ports
 
@@ -48,8 +47,6 @@ max_steps = 2
 attn = "sdpa"
 seq_len = 64
 """
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def started(directory: Path, *argv: object, **env: str) -> subprocess.Popen[str]:

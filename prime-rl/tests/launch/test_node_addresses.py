@@ -81,7 +81,6 @@ def namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-@pytest.mark.timeout(300)
 def test_two_nodes_train_over_their_own_addresses_without_a_loopback_interface(
     namespaces: tuple[str, str], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
