@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-
 from prime_rl.launch.placement import reserved_ports
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "reverse_text" / "checkpoint"
