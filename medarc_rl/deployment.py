@@ -9,9 +9,8 @@ from typing import Any
 from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import GivenConfig, OwnedKeys
-from prime_rl.configs.areal.launched import GPUS_PER_NODE, with_derived_keys
-from prime_rl.configs.areal.mode import AllocationError
-from prime_rl.configs.areal.mode import parse as parse_allocation
+from prime_rl.configs.areal import GPUS_PER_NODE, AllocationError, with_derived_keys
+from prime_rl.configs.areal import parse as parse_allocation
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.judges import frozen_judges

@@ -29,7 +29,7 @@ from medarc_rl.launchers.shared_node import first_gpus, shared_node
 from medarc_rl.stored import with_local_inputs
 from medarc_rl.utils import GivenConfig, load_run, refuse_other_launcher, reporting_directory_errors, write_components
 from prime_rl.checks.environments import EXAMINATION
-from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.configs.areal import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig

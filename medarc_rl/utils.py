@@ -18,7 +18,7 @@ from medarc_rl.explain.screen import table
 from medarc_rl.explain.sources import record_origins
 from medarc_rl.migrate.draft import suggested_migrations
 from prime_rl.checks import NotInstalled, start_faults
-from prime_rl.configs.areal.launched import Launcher
+from prime_rl.configs.areal import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
 from prime_rl.launch.restarting import launcher_fault

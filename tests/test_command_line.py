@@ -18,8 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_jobs, medarc_slurm, medarc_submit, medarc_train
-from medarc_rl.cli import EXIT_CODES, commands_of
-from medarc_rl.examples import EXAMPLES
+from medarc_rl.cli import EXAMPLES, EXIT_CODES, commands_of
 from prime_rl.utils.private import RUNTIME_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from medarc_rl.environments.installing import Package, misfits_of
 from medarc_rl.environments.making import ABOUT
 from medarc_rl.medarc_train import app
 from prime_rl.checks.packages import interpreter_fault
-from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
+from prime_rl.interpreters import DIRECTORY_VARIABLE, Registry
 
 BROKEN = """
 import asyncio
@@ -90,7 +90,7 @@ def load_environment(functions=("contains",), repeated=False, refuses=None):
 USER = """
 import sys
 from pathlib import Path
-from prime_rl.interpreters.registry import use
+from prime_rl.interpreters import use
 
 use(Path(sys.argv[1]))
 print("used", flush=True)

@@ -18,8 +18,17 @@ from medarc_rl import medarc_slurm
 from medarc_rl.backends.options import SlurmRequest
 from medarc_rl.backends.slurm.job import BatchJob, Container, launcher_job
 from medarc_rl.checks import Row, State, failed, ok, table
-from medarc_rl.checks.cluster import cluster_rows, gpu_of_type, memory_row, offered_gpu
-from medarc_rl.checks.job import HubAccess, job_environment, software_rows, storage_rows, token_rows
+from medarc_rl.checks.job import (
+    HubAccess,
+    cluster_rows,
+    gpu_of_type,
+    job_environment,
+    memory_row,
+    offered_gpu,
+    software_rows,
+    storage_rows,
+    token_rows,
+)
 from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.start_dir import StartDir

@@ -19,7 +19,7 @@ from medarc_rl.jobs import JobRecord, Status
 if TYPE_CHECKING:
     from medarc_rl.deployment import GpuSplit
     from medarc_rl.utils import GivenConfig, OwnedKeys, Run
-    from prime_rl.configs.areal.launched import Launcher
+    from prime_rl.configs.areal import Launcher
 
 Kind = Literal["sft", "rl", "eval"]
 

@@ -23,15 +23,16 @@ from medarc_rl.cli import say, warn
 from medarc_rl.environments.options import InstallOptions, ListOptions, UninstallOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import LOADER, find_module, interpreter_fault, lacks_name, lacks_name_in
-from prime_rl.interpreters.registry import (
+from prime_rl.interpreters import (
     InstalledEnvironment,
     Registry,
+    Uv,
     canonical_id,
     module_of,
+    python_of,
     remove_unless_used,
     unused_for,
 )
-from prime_rl.interpreters.venvs import Uv, python_of
 from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import RunError, UserError, one_line
 

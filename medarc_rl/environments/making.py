@@ -17,7 +17,7 @@ from medarc_rl.cli import say
 from medarc_rl.environments.options import NewOptions
 from medarc_rl.errors import MedarcError, UsageError
 from prime_rl.checks.packages import find_module, is_built_in
-from prime_rl.interpreters.registry import Registry, module_of
+from prime_rl.interpreters import Registry, module_of
 from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import UserError, one_line
 

@@ -32,7 +32,7 @@ from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir, looks_like_path
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rollouts.environments import EnvConfig
-from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, Registry
+from prime_rl.interpreters import DIRECTORY_VARIABLE, Registry
 from prime_rl.launch.commands import EVAL
 from prime_rl.launch.logs import tail
 from prime_rl.launch.run import launch

@@ -103,7 +103,7 @@ def rollouts(options: RolloutsOptions) -> int:
 
 def _to_sft(options: RolloutsOptions, file: Path) -> int:
     """Write good rollouts of several runs as a dataset."""
-    from medarc_rl.rollouts.to_sft import Export, write_rows
+    from medarc_rl.rollouts.screen import Export, write_rows
     from prime_rl.history.rollouts import KeptRollouts
     from prime_rl.launch.job import command_prefix
 

@@ -23,7 +23,7 @@ from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_f
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
-from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.configs.areal import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig

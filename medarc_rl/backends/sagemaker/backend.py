@@ -50,7 +50,7 @@ from medarc_rl.cli import say
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs import JobRecord, State, Status
 from medarc_rl.utils import Run
-from prime_rl.configs.areal.launched import Launcher
+from prime_rl.configs.areal import Launcher
 from prime_rl.configs.ranges import AUTO, LATEST
 
 LOOK_EVERY_S = 10.0

@@ -9,8 +9,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer
 
-from prime_rl.checks.chat_templates import NAMED
-from prime_rl.checks.template_traces import METADATA, TemplateTraces
+from prime_rl.checks.chat_templates import METADATA, NAMED, TemplateTraces
 
 Chat = dict[str, Any]
 LeftOut = Callable[..., list[str]]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.areal.launched import RecoverConfig
-from prime_rl.configs.areal.mode import AllocationError, parse
+from prime_rl.configs.areal import AllocationError, RecoverConfig, parse
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost

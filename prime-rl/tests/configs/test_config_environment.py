@@ -14,7 +14,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.launch.reaper import MARK_VARIABLE
 from prime_rl.utils.pydantic_config import ConfigWarning, load_config
-from prime_rl.utils.pydantic_config.environment import NOT_KEYS
+from prime_rl.utils.pydantic_config.arguments import NOT_KEYS
 
 RL = ["--trainer", "--orchestrator", "--inference"]
 

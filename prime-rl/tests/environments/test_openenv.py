@@ -18,7 +18,7 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.adapters.openenv import ActionParser, OpenEnvServer
 from prime_rl.environments.adapters.options import OpenEnvConfig
 from prime_rl.environments.adapters.turns import GameError, GameFault
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, python_of, venv_of_project
+from prime_rl.interpreters import VENVS_VARIABLE, python_of, venv_of_project
 from prime_rl.orchestrator.env_checks.scripted_engine import MODEL, ScriptedEngine
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout

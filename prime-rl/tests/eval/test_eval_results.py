@@ -12,8 +12,7 @@ import pytest
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.eval.results import CandidateScores, Key, Result, ResultsFile, print_table
-from prime_rl.eval.run import other_template
+from prime_rl.eval.run import CandidateScores, Key, Result, ResultsFile, other_template, print_table
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scores import unscored_line
 from prime_rl.run.evaluations import Candidate, Following, check_settings, find_candidates, save_settings, settings_of

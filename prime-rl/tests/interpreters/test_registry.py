@@ -13,7 +13,7 @@ from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.configs.shared import LogConfig
-from prime_rl.interpreters.registry import DIRECTORY_VARIABLE, InstalledEnvironment, Registry, environments_directory
+from prime_rl.interpreters import DIRECTORY_VARIABLE, InstalledEnvironment, Registry, environments_directory
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.utils.errors import UserError
 

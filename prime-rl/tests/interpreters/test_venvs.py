@@ -16,7 +16,7 @@ import pytest
 from prime_rl.checks.packages import environment_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.rollouts.environments import EnvConfig
-from prime_rl.interpreters.venvs import KEPT_DAYS, VENVS_VARIABLE, place_of_project, python_of, venv_of_project
+from prime_rl.interpreters import KEPT_DAYS, VENVS_VARIABLE, place_of_project, python_of, venv_of_project
 from prime_rl.utils.errors import RunError
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")

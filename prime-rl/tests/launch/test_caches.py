@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.interpreters.venvs import venvs_root
+from prime_rl.interpreters import venvs_root
 from prime_rl.launch.caches import bytecode_env, cache_env, compile_caches, made_for
 from prime_rl.utils.errors import NotPrivate
 

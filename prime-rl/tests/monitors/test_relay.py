@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prime_rl.monitors import JsonlMonitor, Metrics
-from prime_rl.monitors.relay import Relay, WithEvaluations
+from prime_rl.monitors.base import Relay, WithEvaluations
 from prime_rl.run.paths import RunPaths
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, python_of, venv_of_packages
+from prime_rl.interpreters import VENVS_VARIABLE, python_of, venv_of_packages
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args

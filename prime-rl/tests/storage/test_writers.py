@@ -15,9 +15,8 @@ from s3_server import Handler, Proxy, failing, only
 from prime_rl.configs.storage import StorageConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.copies import RunCopy, copying, upload_run
+from prime_rl.storage.copies import STALE_S, WRITER, PlaceLock, RunCopy, Writer, copying, upload_run
 from prime_rl.storage.uploader import Uploader, UploadThread, summary_of
-from prime_rl.storage.writers import STALE_S, WRITER, PlaceLock, Writer
 from prime_rl.utils.errors import StorageError, UserError
 from prime_rl.utils.files import STABLE
 

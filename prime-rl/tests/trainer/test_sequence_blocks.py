@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prime_rl.trainer.kernels.blocked_attention import attend_blocks
-from prime_rl.trainer.model.layouts import SequenceBlocks, find_sequence_blocks
+from prime_rl.trainer.model.layouts import SequenceBlocks, attend_blocks, find_sequence_blocks
 
 HEADS, GROUPS, QUERY_WIDTH, VALUE_WIDTH = 6, 2, 16, 8
 SCALE = 0.2

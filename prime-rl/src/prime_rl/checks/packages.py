@@ -21,8 +21,7 @@ from prime_rl.environments.adapters.options import READERS
 from prime_rl.environments.builtin import BUILT_IN, built_in_module, missing_package
 from prime_rl.environments.rewards.registry import RewardFault, resolve
 from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
-from prime_rl.interpreters.registry import Registry
-from prime_rl.interpreters.venvs import python_of, venv_of_project
+from prime_rl.interpreters import Registry, python_of, venv_of_project
 from prime_rl.utils.errors import RunError, UserError
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.pydantic_config import ConfigError

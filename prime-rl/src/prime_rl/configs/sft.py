@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from prime_rl.configs.areal.launched import LaunchedConfig
+from prime_rl.configs.areal import LaunchedConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import replication_fault

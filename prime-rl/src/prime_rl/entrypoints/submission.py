@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from prime_rl.configs.areal.launched import RecoverConfig
+from prime_rl.configs.areal import RecoverConfig
 from prime_rl.launch.restarting import launcher_fault
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 

@@ -21,7 +21,7 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from prime_rl.interpreters.venvs import VENVS_VARIABLE, venvs_root
+from prime_rl.interpreters import VENVS_VARIABLE, venvs_root
 from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.files import locked_file
 from prime_rl.utils.private import home_directory, home_env

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
-from prime_rl.configs.areal.launched import LaunchedConfig, Launcher, RecoverConfig
+from prime_rl.configs.areal import LaunchedConfig, Launcher, RecoverConfig
 from prime_rl.launch.host import noted_signals
 
 FAILED = 1

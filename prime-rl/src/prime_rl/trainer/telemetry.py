@@ -16,9 +16,7 @@ import torch
 
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE, TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MultiMonitor
-from prime_rl.monitors.base import Heartbeat
-from prime_rl.monitors.bench import BenchTable, Measured, summary
-from prime_rl.monitors.relay import Relay, WithEvaluations
+from prime_rl.monitors.base import BenchTable, Heartbeat, Measured, Relay, WithEvaluations, summary
 from prime_rl.monitors.sink_packages import SinkRun
 from prime_rl.monitors.sinks import open_sinks
 from prime_rl.run.paths import RunPaths

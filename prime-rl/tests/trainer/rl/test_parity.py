@@ -15,9 +15,8 @@ from prime_rl.configs.trainer import DefaultLossConfig, LoRAConfig, ModelConfig,
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.parity import ParityGate, TrainerError
 from prime_rl.trainer.rl.rows import Row
-from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, StepSize, TrainerError
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 CPU = torch.device("cpu")

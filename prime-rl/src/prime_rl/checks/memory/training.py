@@ -416,7 +416,7 @@ def _in_backward(training: Training) -> Parts:
 def _attention_temporaries(training: Training) -> int:
     """A float32 gradient; on a CPU the gradients of queries, keys and values, and what a block of queries computes.
 
-    See `trainer/kernels/blocked_attention.py`. The estimate is of a row that is one sequence: shorter ones need less.
+    See `trainer/model/layouts.py`. The estimate is of a row that is one sequence: shorter ones need less.
     """
     shape, size = training.shape, training.compute_bytes
     heads, length = shape.heads, training.seq_len

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
-from prime_rl.configs.areal.launched import LaunchedConfig, with_derived_keys
+from prime_rl.configs.areal import LaunchedConfig, with_derived_keys
 from prime_rl.configs.ranges import Count
 from prime_rl.configs.rl.propagation import propagate
 from prime_rl.configs.rl.sections import (

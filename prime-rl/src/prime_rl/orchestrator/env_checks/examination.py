@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.checks.chat_templates import TemplateTraces
 from prime_rl.checks.model_files import context_length
-from prime_rl.checks.template_traces import TemplateTraces
 from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.environments.judging.gateway import offered_in_a_trial

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.template_traces import Arguments
+from prime_rl.checks.chat_templates import Arguments, read_template
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.orchestrator import ModelConfig
 from prime_rl.orchestrator.rollouts.token_texts import read_tokenizer

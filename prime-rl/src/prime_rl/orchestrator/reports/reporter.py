@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LogExtrasConfig
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
-from prime_rl.monitors.bench import BenchTable
+from prime_rl.monitors.base import BenchTable
 from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
 from prime_rl.monitors.sink_packages import SinkRun
 from prime_rl.monitors.sinks import open_sinks

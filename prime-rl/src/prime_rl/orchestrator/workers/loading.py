@@ -18,8 +18,7 @@ from verifiers.types import TASK_INPUT_FIELDS
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.environments.builtin import built_in_module
-from prime_rl.interpreters.registry import InstalledEnvironment, Registry, use, use_shared
-from prime_rl.interpreters.venvs import python_of, venv_of_project
+from prime_rl.interpreters import InstalledEnvironment, Registry, python_of, use, use_shared, venv_of_project
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.workers.agents import start_agent
 from prime_rl.orchestrator.workers.environment import Environment, Split, Worker

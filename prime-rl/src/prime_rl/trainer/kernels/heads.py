@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.kernels.products import Product, plain_product
-from prime_rl.trainer.optim.kept_gradients import KeptGradient, kept_gradient_of
+from prime_rl.trainer.optim.optimizer import KeptGradient, kept_gradient_of
 
 
 @dataclass(frozen=True, slots=True)

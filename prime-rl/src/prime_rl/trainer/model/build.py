@@ -39,7 +39,7 @@ from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import add_adapters, log_adapters
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
-from prime_rl.trainer.optim.kept_gradients import keep_gradients
+from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process

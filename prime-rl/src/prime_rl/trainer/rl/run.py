@@ -36,10 +36,9 @@ from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupB
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
-from prime_rl.trainer.rl.parity import ParityGate
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward, StepSize
+from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.waiting import Wait, advice_on

@@ -18,8 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import PydanticBaseSettingsSource, SettingsConfigDict
 
 from prime_rl.utils.files import replacing_file
-from prime_rl.utils.pydantic_config.arguments import arguments_layer
-from prime_rl.utils.pydantic_config.environment import environment_layer
+from prime_rl.utils.pydantic_config.arguments import arguments_layer, environment_layer
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag, tag_of, union_fields
 from prime_rl.utils.pydantic_config.toml_files import read_files, split_files

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from prime_rl.utils.errors import ConfigError, ConfigWarning
 from prime_rl.utils.private import set_home
-from prime_rl.utils.pydantic_config.arguments import arguments_layer, parse_arguments
+from prime_rl.utils.pydantic_config.arguments import arguments_layer, environment_layer, parse_arguments
 from prime_rl.utils.pydantic_config.base import BaseSettings
-from prime_rl.utils.pydantic_config.environment import environment_layer
 from prime_rl.utils.pydantic_config.faults import faults_of
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, with_underscores
 from prime_rl.utils.pydantic_config.schema import is_boolean_flag
