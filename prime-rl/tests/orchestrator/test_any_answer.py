@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.configs.algorithms import NormalizedAdvantageConfig
-from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
+from prime_rl.configs.orchestrator import KeepRolloutsConfig
 from prime_rl.history.rollouts import KeptRollouts
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
 from prime_rl.orchestrator.batches.batch import GibberishFilter, RepetitionFilter, apply_filters, build_batch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
+from prime_rl.configs.orchestrator import KeepRolloutsConfig
 from prime_rl.history.rollouts import KeptRollouts, token_texts
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog, choose_groups, densest, longest_text, thin_out

@@ -17,6 +17,7 @@ from prime_rl.configs.algorithms import (
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
+    Fraction,
     LearningRate,
     Port,
     Processes,
@@ -26,7 +27,6 @@ from prime_rl.configs.ranges import (
     TransferSeconds,
     WholeNumber,
 )
-from prime_rl.configs.rollouts.buffer import BufferConfig
 from prime_rl.configs.rollouts.environments import (
     EnvConfig,
     EvalConfig,
@@ -36,9 +36,7 @@ from prime_rl.configs.rollouts.environments import (
     has_own_order,
     repeated_names,
 )
-from prime_rl.configs.rollouts.filters import FilterConfig, GibberishFilterConfig, RepetitionFilterConfig
 from prime_rl.configs.rollouts.judges import Judges, judge_faults
-from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
 from prime_rl.configs.rollouts.sampling import (
     EvalSamplingConfig,
     SamplingConfig,
@@ -59,6 +57,119 @@ from prime_rl.configs.shared import (
 )
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
+
+# Which examples are rolled out.
+
+
+class BufferConfig(BaseConfig):
+    """Chooses the examples to roll out."""
+
+    seed: Seed | None = None
+    """Seed of the choice. None is different in every run."""
+
+    order: Literal["random", "sequential"] = "random"
+    """`random` draws rows with replacement. `sequential` takes the rows of each environment in their order, and begins
+    again after the last one: a curriculum. The environment `rows` sets it if it mixes datasets or has an `order`."""
+
+    env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
+    """Share of each environment, above 0. None is proportional to their sizes."""
+
+    easy_threshold: float | None = None
+    """Examples whose group has at least this mean reward are easy and are not sampled again. None disables the rule."""
+
+    hard_threshold: float | None = None
+    """Examples whose group has at most this mean reward are hard and are not sampled again. None disables the rule."""
+
+    easy_fraction: Fraction = 0.0
+    """Share of the easy examples that a resume returns to the pool."""
+
+    hard_fraction: Fraction = 0.0
+    """Share of the hard examples that a resume returns to the pool."""
+
+    online_difficulty_filtering: bool = False
+    """Drop groups whose rewards are all 0 or all 1."""
+
+    drop_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal, and roll out others instead (DAPO's dynamic sampling)."""
+
+    hash_keys: list[str] = Field(["task", "prompt"], min_length=1)
+    """Columns that identify an example when a run resumes. `task` is the environment's name."""
+
+    skip_verification: bool = False
+    """Do not score rollouts; every reward is 0."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            yield f"easy_threshold ({easy}) must be above hard_threshold ({hard})"
+        thresholds = [name for name in ("easy_threshold", "hard_threshold") if getattr(self, name) is not None]
+        filters = ("online_difficulty_filtering", "drop_equal_rewards")
+        needing_scores = [*thresholds, *(name for name in filters if getattr(self, name))]
+        if self.skip_verification and needing_scores:
+            yield f"skip_verification gives no rewards, and {', '.join(needing_scores)} need them"
+
+
+# Filters of finished rollouts.
+
+
+class GibberishFilterConfig(BaseConfig):
+    """Detects answers with a rare token that the policy itself considered unlikely."""
+
+    type: Literal["gibberish"] = "gibberish"
+    """Gibberish."""
+
+    enforce: bool = False
+    """Exclude such rollouts from the loss. False only counts them."""
+
+    token_id_threshold: WholeNumber = 100000
+    """Token ids above this are rare."""
+
+    logprob_offset: float = 2.0
+    """A token is unlikely if its log-probability is below -ln(vocabulary size) minus this."""
+
+
+class RepetitionFilterConfig(BaseConfig):
+    """Detects answers with a long series of tokens that the policy was certain of."""
+
+    type: Literal["repetition"] = "repetition"
+    """Repetition."""
+
+    enforce: bool = False
+    """Exclude such rollouts from the loss. False only counts them."""
+
+    window: Count = 3000
+    """Length of the series in tokens."""
+
+    prob_threshold: float = Field(0.99, gt=0, le=1)
+    """The policy is certain of a token above this probability."""
+
+
+FilterConfig = Annotated[GibberishFilterConfig | RepetitionFilterConfig, Field(discriminator="type")]
+
+# Which rollouts stay on disk.
+
+
+class KeepRolloutsConfig(BaseConfig):
+    """Which rollouts stay on disk, in `RUN/samples`: some of each step, and all of evaluations."""
+
+    per_step: Count = 32
+    """Rollouts of each step, in whole groups: one at random, the worst, the best, and more at random. One group is kept
+    even if it is larger."""
+
+    max_total_mib: Count = 1024
+    """Size of all kept files in MiB. Beyond it steps between the first and the newest are deleted, evenly."""
+
+    max_chars: Annotated[int, Field(ge=1000, le=LARGEST)] = 200_000
+    """Characters of the messages of a rollout. Longer messages are cut in their middle."""
+
+    max_tokens: Count = 32_768
+    """Tokens of a rollout whose ids, log-probabilities and texts are kept."""
+
 
 __all__ = [
     "AdvantageConfig",
@@ -478,3 +589,21 @@ class OrchestratorConfig(RootConfig):
             yield "sampling.temperature and sampling.temp_scheduler exclude each other: remove one"
         if schedule.total_steps is None and self.max_steps is None and not self.bench:
             yield "sampling.temp_scheduler needs its total_steps, or max_steps"
+
+
+# One environment behind an address: root of `env-server`.
+
+
+class EnvServerConfig(RootConfig):
+    """One environment. Read by `env-server`."""
+
+    component: ClassVar[str] = "env_server"
+
+    env: EnvConfig = EnvConfig()
+    """The environment. Set its `extra_env_kwargs` to what the orchestrator would set; they are not filled in here."""
+
+    log: LogConfig = LogConfig()
+    """Logs."""
+
+    output_dir: Path = Path("outputs/run_default")
+    """Directory of the logs."""

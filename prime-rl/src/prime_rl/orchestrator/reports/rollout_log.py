@@ -19,8 +19,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.keeping import KeepRolloutsConfig
+from prime_rl.configs.orchestrator import KeepRolloutsConfig, OrchestratorConfig
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.rollouts.evaluation import Outcome
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
