@@ -1,4 +1,7 @@
-"""The options of the commands `medarc_train env`."""
+"""The options of the commands `medarc_train env`.
+
+Help pages read them without importing the command itself.
+"""
 
 from __future__ import annotations
 

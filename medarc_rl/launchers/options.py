@@ -1,4 +1,7 @@
-"""The options of `medarc_train sft`, `rl` and `eval`."""
+"""The options of `medarc_train sft`, `rl` and `eval`.
+
+Help pages read them without importing the command itself.
+"""
 
 from __future__ import annotations
 

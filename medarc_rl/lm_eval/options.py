@@ -1,4 +1,7 @@
-"""The options of `medarc_train lm-eval`."""
+"""The options of `medarc_train lm-eval`.
+
+Help pages read them without importing the command itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A Ray cluster: connects to one or starts one for this user alone, and places an agent on each node of a run."""
+"""A Ray cluster: connects to one or starts one for this user alone, and places an agent on each node of a run.
+
+Not part of the driver, which runs as `__main__`: Ray would pickle the actor's class with all that it refers to.
+"""
 
 from __future__ import annotations
 

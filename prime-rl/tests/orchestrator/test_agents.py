@@ -42,7 +42,7 @@ import threading
 import time
 
 from prime_rl.environments.agents import context
-from prime_rl.environments.agents.engine import GenerationConfig, ModelRequest
+from prime_rl.environments.agents.attempting import GenerationConfig, ModelRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
