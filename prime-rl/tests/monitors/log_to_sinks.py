@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from prime_rl.configs.shared import MonitorConfig
-from prime_rl.monitors.sink_packages import SinkRun
-from prime_rl.monitors.sinks import Limits, open_sinks
+from prime_rl.monitors.sinks import Limits, SinkRun, open_sinks
 from prime_rl.run.paths import RunPaths
 
 PATIENT = Limits(start_s=500, close_s=500)

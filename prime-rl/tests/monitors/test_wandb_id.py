@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.shared import WandbConfig
-from prime_rl.monitors.sink_packages import Attempt, WandbMonitor
+from prime_rl.monitors.sinks import Attempt, WandbMonitor
 
 
 def test_a_resumed_attempt_continues_the_wandb_run_and_a_new_run_starts_another(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.shared import LogExtrasConfig, WandbConfig
-from prime_rl.monitors.sink_packages import WandbMonitor
+from prime_rl.monitors.sinks import WandbMonitor
 from prime_rl.orchestrator.batches.batch import build_batch
 from prime_rl.orchestrator.reports.reporter import COLUMNS, MAX_SAMPLES, Extras
 from prime_rl.orchestrator.rollouts.rollout import Group

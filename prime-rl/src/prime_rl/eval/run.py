@@ -26,8 +26,7 @@ from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.base import Relay
-from prime_rl.monitors.sink_packages import SinkRun
-from prime_rl.monitors.sinks import open_sinks
+from prime_rl.monitors.sinks import SinkRun, open_sinks
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluator import EvalSet
 from prime_rl.orchestrator.leaks import Overlap, tell

@@ -17,8 +17,7 @@ import torch
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE, TrainerConfig
 from prime_rl.monitors import JsonlMonitor, Metrics, Monitor, MultiMonitor
 from prime_rl.monitors.base import BenchTable, Heartbeat, Measured, Relay, WithEvaluations, summary
-from prime_rl.monitors.sink_packages import SinkRun
-from prime_rl.monitors.sinks import open_sinks
+from prime_rl.monitors.sinks import SinkRun, open_sinks
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.perf import total_memory_gib
 from prime_rl.trainer.process.errors import TrainerError

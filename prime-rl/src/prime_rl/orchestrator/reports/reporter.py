@@ -16,8 +16,7 @@ from prime_rl.configs.shared import LogExtrasConfig
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.base import BenchTable
 from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
-from prime_rl.monitors.sink_packages import SinkRun
-from prime_rl.monitors.sinks import open_sinks
+from prime_rl.monitors.sinks import SinkRun, open_sinks
 from prime_rl.orchestrator.batches.batch import Batch, Filter
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.reports.reward_watch import RewardWatch, reward_parts
