@@ -203,7 +203,10 @@ class OneLineErrors(TyperGroup):
             faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
-            faults, code = (" ".join(error.format_message().split()) + _commands_instead(error),), error.exit_code
+            said = " ".join(error.format_message().split())
+            if "gpus': " in said and "valid integer" in said:
+                said += "; it is the number of GPUs, and CUDA_VISIBLE_DEVICES=0,1 says which"
+            faults, code = (said + _commands_instead(error),), error.exit_code
         except typer.Abort:
             faults, code = ("aborted",), 1
         sys.stderr.writelines(f"error: {fault}\n" for fault in faults)

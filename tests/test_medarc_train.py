@@ -187,6 +187,26 @@ def test_evaluation_samples_as_it_likes(rl_toml: Path, tmp_path: Path) -> None:
     assert "sampling" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["sft", "{toml}", "optim.lr=1e-4"], "optim.lr=1e-4: unexpected argument; a key is set as --optim.lr 1e-4"),
+        (["sft", "{toml}", "+data.seq_len=9"], "a key is set as --data.seq-len 9"),
+        (["sft", "@", "{yaml}"], "run.yaml: a YAML file; configs are TOML: write `a: 1` as `a = 1`"),
+        (["sft", "{toml}", "--gpus", "0,1"], "it is the number of GPUs, and CUDA_VISIBLE_DEVICES=0,1 says which"),
+        (["sft", "{toml}", "--push"], "hf upload"),
+        (["sft", "{toml}", "--seed", "1"], "use --data.seed"),
+    ],
+)
+def test_the_words_of_other_tools_are_answered_with_what_serves_here(
+    words: list[str], answer: str, sft_toml: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("max_steps: 2\n")
+    result = run(*(word.format(toml=sft_toml, yaml=tmp_path / "run.yaml") for word in words), "--dry-run")
+    assert result.exit_code == 2
+    assert answer in result.stderr
+
+
 @pytest.mark.parametrize("command", ["sft", "rl"])
 def test_a_dry_run_shows_the_command_of_every_process(command: str, tmp_path: Path, request) -> None:
     toml = request.getfixturevalue(f"{command}_toml")

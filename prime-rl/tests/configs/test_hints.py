@@ -23,6 +23,12 @@ from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
 
 ROOT_OF = {root.component: root for root in ROOTS}
 
+LOAD_IN_4BIT = (
+    "models are trained in bfloat16 or float32; model.lora, model.ac and model.optim_cpu_offload save memory, and "
+    "`--estimate` says how much is needed"
+)
+KL = "with the starting model as [teacher_inference.model]: a penalty on the KL to it"
+
 OLDER: list[tuple[type, str, str | None]] = [
     (RLConfig, "async_level", "use max_async_level"),
     (RLConfig, "trainer.async_level", "use trainer.max_async_level"),
@@ -267,7 +273,6 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (RLConfig, "max_completion_length", "use orchestrator.sampling.max_tokens (per turn)"),
     (RLConfig, "max_prompt_length", "prompts are not cut: seq_len bounds prompt and answer together"),
     (RLConfig, "reward_funcs", "use orchestrator.env (rewards belong to the environment)"),
-    (RLConfig, "beta", None),
     # axolotl.
     (SFTConfig, "base_model", "use model.name"),
     (SFTConfig, "sequence_len", "use data.seq_len"),
@@ -278,7 +283,19 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (SFTConfig, "train_on_inputs", "use data.loss_mask (the roles whose messages are trained on)"),
     (SFTConfig, "wandb_project", "use wandb.project"),
     (SFTConfig, "flash_attention", "use model.attn (flash_attention_2 is the default)"),
-    (SFTConfig, "load_in_4bit", "models are trained in bfloat16 or float32"),
+    (SFTConfig, "load_in_4bit", LOAD_IN_4BIT),
+    (SFTConfig, "model.load_in_4bit", LOAD_IN_4BIT),
+    (RLConfig, "load_in_8bit", LOAD_IN_4BIT),
+    (RLConfig, "trainer.model.load_in_4bit", LOAD_IN_4BIT),
+    (RLConfig, "beta", f"use trainer.loss.teacher_tau ({KL})"),
+    (RLConfig, "kl_coef", f"use trainer.loss.teacher_tau ({KL})"),
+    (RLConfig, "trainer.loss.beta", f"use trainer.loss.teacher_tau ({KL})"),
+    (RLConfig, "trainer.loss.kl_loss_coef", f"use trainer.loss.teacher_tau ({KL})"),
+    (RLConfig, "seed", "use orchestrator.seed"),
+    (RLConfig, "gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
+    (SFTConfig, "seed", "use data.seed (of the shuffle)"),
+    (SFTConfig, "val_size", "use val.data.name (another file or split: [val.data])"),
+    (SFTConfig, "push", "upload <output_dir>/weights/step_<n> with `hf upload`"),
 ]
 
 MISTAKES: list[tuple[type, str, str | None]] = [

@@ -329,6 +329,7 @@ _OF_EVERY_RUN: tuple[tuple[str, str, str], ...] = (
 )
 """Name elsewhere, key of `sft` and `rl` here, and a note if the value is another one."""
 
+_SEED_OF_SFT = "of the shuffle"
 _OF_SFT: tuple[tuple[str, str, str], ...] = (
     *(
         (old, "data.seq_len", "")
@@ -352,9 +353,17 @@ _OF_SFT: tuple[tuple[str, str, str], ...] = (
     ("train_on_inputs", "data.loss_mask", "the roles whose messages are trained on"),
     ("assistant_only_loss", "data.loss_mask", "assistant messages alone are the default"),
     ("load_best_model_at_end", "ckpt.keep_best", ""),
+    ("seed", "data.seed", _SEED_OF_SFT),
+    ("val_size", "val.data.name", "another file or split: [val.data]"),
+    ("val_set_size", "val.data.name", "another file or split: [val.data]"),
 )
 
+_KL_NAMES = ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta", "kl_penalty_coef")
+_KL = "with the starting model as [teacher_inference.model]: a penalty on the KL to it"
+
 _OF_RL: tuple[tuple[str, str, str], ...] = (
+    *((old, "trainer.loss.teacher_tau", _KL) for old in _KL_NAMES),
+    ("seed", "orchestrator.seed", ""),
     ("max_seq_length", "seq_len", ""),
     ("num_generations", "orchestrator.rollouts_per_example", ""),
     ("max_completion_length", "orchestrator.sampling.max_tokens", "per turn"),
@@ -365,16 +374,22 @@ _OF_RL: tuple[tuple[str, str, str], ...] = (
     ("vllm_tensor_parallel_size", "inference.parallel.tp", ""),
 )
 
+_LOAD_IN_4BIT = (
+    "models are trained in bfloat16 or float32; model.lora, model.ac and model.optim_cpu_offload save memory, and "
+    "`--estimate` says how much is needed"
+)
 _NOT_HERE: tuple[tuple[str, str], ...] = (
     ("fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
-    ("load_in_8bit", "models are trained in bfloat16 or float32"),
-    ("load_in_4bit", "models are trained in bfloat16 or float32"),
+    ("load_in_8bit", _LOAD_IN_4BIT),
+    ("load_in_4bit", _LOAD_IN_4BIT),
+    ("quantization_config", _LOAD_IN_4BIT),
     ("adam_epsilon", "AdamW's epsilon is PyTorch's default, 1e-8"),
     ("logging_steps", "remove it: every step is logged"),
     ("logging_dir", "remove it: logs are in <output_dir>/logs"),
     ("fsdp", "remove it: FSDP2 is always used"),
     ("fsdp_config", "remove it: FSDP2 is always used"),
     ("deepspeed", "remove it: FSDP2 is always used"),
+    ("push", "upload <output_dir>/weights/step_<n> with `hf upload`"),
     ("push_to_hub", "upload <output_dir>/weights/step_<n> with `hf upload`"),
     ("hub_model_id", "upload <output_dir>/weights/step_<n> with `hf upload`"),
     ("dataloader_num_workers", "remove it"),
@@ -404,6 +419,13 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_elsewhere("sft", entry) for entry in _OF_SFT),
     *(_elsewhere("rl", entry) for entry in _OF_RL),
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
+    *(_rewritten(f"trainer.loss.{old}", "trainer.loss.teacher_tau", note=_KL) for old in _KL_NAMES),
+    *(
+        _removed(f"{component}.model.{old}", _LOAD_IN_4BIT)
+        for component in ("sft", "trainer", "rl")
+        for old in ("load_in_4bit", "load_in_8bit", "quantization_config")
+    ),
+    _removed("rl.gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
     _removed("sft.gradient_accumulation_steps", f"{_SPLIT}: see data.batch_size and data.micro_batch_size"),
     _removed("rl.gradient_accumulation_steps", f"{_SPLIT}: see orchestrator.batch_size"),
     _removed("rl.max_prompt_length", "prompts are not cut: seq_len bounds prompt and answer together"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,10 @@ def _value_for(site: KeySite, words: list[str]) -> str | None:
     return words.pop(0)
 
 
+_HYDRA = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+"""An assignment as Hydra and OmegaConf read it: `optim.lr=1e-4`, `+new.key=1`."""
+
+
 def _values_after(words: list[str], at_most: int | None = None) -> list[str]:
     """Remove the values of an unknown option from `words`."""
     values = list(takewhile(lambda word: not word.startswith("--"), words))[:at_most]
@@ -227,6 +232,9 @@ def _stray(root: Section, word: str, after: str) -> str:
         return f"{word}: unexpected argument; to read a config file, write `@ {word}`"
     if word.startswith("-"):
         return f"{word}: unknown option; options start with two dashes"
+    if (assigned := _HYDRA.fullmatch(word)) is not None:
+        flag = f"--{assigned['key'].replace('_', '-')} {assigned['value']}".rstrip()
+        return f"{word}: unexpected argument; a key is set as {flag}"
     site = find_key(root, after[2:]) if after.startswith("--") and "=" not in after else None
     if site is not None and site.is_section:
         likely = next((key for key in _LIKELY_KEYS if find_key(root, f"{after[2:]}.{key}") is not None), None)

@@ -77,6 +77,10 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
         place = _TOML_PLACE.search(str(error))
         lines = text.splitlines() or [""]
         line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
+        if path.suffix.lower() in (".yaml", ".yml", ".json"):
+            kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
+            fault = f"{path}: a {kind} file; configs are TOML: write `a: 1` as `a = 1`, and a table as `[table]`"
+            raise ConfigError([fault]) from error
         raise ConfigError([f"{path}:{line}:{column}: not TOML: {_TOML_PLACE.sub('', str(error))}"]) from error
     except RecursionError:
         raise ConfigError([f"{path}: tables or lists are nested too deeply"]) from None
