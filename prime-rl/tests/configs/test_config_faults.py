@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.orchestrator import EnvServerConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.docs import ROOTS

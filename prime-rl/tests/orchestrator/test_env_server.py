@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.orchestrator import EnvConfig, EnvServerConfig
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_server import main
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef

@@ -589,21 +589,3 @@ class OrchestratorConfig(RootConfig):
             yield "sampling.temperature and sampling.temp_scheduler exclude each other: remove one"
         if schedule.total_steps is None and self.max_steps is None and not self.bench:
             yield "sampling.temp_scheduler needs its total_steps, or max_steps"
-
-
-# One environment behind an address: root of `env-server`.
-
-
-class EnvServerConfig(RootConfig):
-    """One environment. Read by `env-server`."""
-
-    component: ClassVar[str] = "env_server"
-
-    env: EnvConfig = EnvConfig()
-    """The environment. Set its `extra_env_kwargs` to what the orchestrator would set; they are not filled in here."""
-
-    log: LogConfig = LogConfig()
-    """Logs."""
-
-    output_dir: Path = Path("outputs/run_default")
-    """Directory of the logs."""

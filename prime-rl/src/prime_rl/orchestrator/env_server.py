@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.configs.orchestrator import EnvServerConfig
+from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.stopping import exit_process, explained_exit_code

@@ -11,9 +11,10 @@ from inspect import cleandoc
 
 from pydantic.fields import FieldInfo
 
+from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.orchestrator import EnvServerConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from prime_rl.configs.orchestrator import EnvConfig, EnvServerConfig
+from prime_rl.configs.env_server import EnvServerConfig
+from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import LogConfig
 from prime_rl.orchestrator.rollouts.rollout import Recorded, Rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
