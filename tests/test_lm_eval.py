@@ -55,7 +55,8 @@ def lm_eval(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+        # A cluster's proxy, which reaches no server of this machine.
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", **env},
     )
 
 
@@ -92,6 +93,14 @@ def evaluated(run: Path, words: list[object]) -> Evaluated:
 
 def rows(evaluated: Evaluated) -> list[dict[str, Any]]:
     return json.loads((evaluated.out / "summary.json").read_text())
+
+
+def test_a_question_may_hold_any_character_that_json_leaves_as_it_is(tmp_path: Path) -> None:
+    from medarc_rl.lm_eval.scores import Result
+
+    sample = {"question": "a\u2028b\u2029c\u0085d"}
+    (tmp_path / "task.own-shot.samples.jsonl").write_text(f"{json.dumps(sample, ensure_ascii=False)}\n" * 2)
+    assert Result(tmp_path / "task.own-shot.json", {}).samples() == [sample] * 2
 
 
 @pytest.mark.slow

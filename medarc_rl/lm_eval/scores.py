@@ -48,7 +48,8 @@ class Result:
         file = self.path.with_name(self.path.name.removesuffix(".json") + ".samples.jsonl")
         if not file.is_file():
             return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        # Lines of bytes: a text may hold U+2028, which ends a line of str.
+        return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 
 def read_result(path: Path) -> Result | None:

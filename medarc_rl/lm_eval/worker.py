@@ -327,7 +327,8 @@ def main() -> None:
         raise SystemExit(2) from faults
     plan.paths.tasks_found.touch()
     headers = {"Authorization": f"Bearer {os.environ[ENGINE_KEY_VARIABLE]}"}
-    with httpx.Client(base_url=plan.url, headers=headers, timeout=600) as client:
+    # The server is on this machine, where no proxy of the environment reaches it.
+    with httpx.Client(base_url=plan.url, headers=headers, timeout=600, trust_env=False) as client:
         _await_server(client)
         evaluation = Evaluation(plan, tasks, client, Screen(plan.paths.progress))
         evaluation.run()

@@ -250,7 +250,7 @@ def log_warnings(run: RunHistory) -> list[str]:
     found: dict[str, None] = {}
     for file in sorted([*run.paths.logs.glob("*.log"), run.paths.orchestrator.log]):
         name = file.stem
-        for line in _tail(file).splitlines():
+        for line in _tail(file).split("\n"):
             if _WARNING.search(line):
                 found[f"{name}: {shortened(line.strip(), 300)}"] = None
     return list(found)[-MAX_WARNINGS:]

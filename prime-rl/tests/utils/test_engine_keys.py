@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.utils.engine_keys import client_key, key_file, published_key
+from prime_rl.utils.engine_keys import client_key, direct_loopback, key_file, published_key
 from prime_rl.utils.errors import NotPrivate
 from prime_rl.utils.private import private_directory, runtime_directory
 from prime_rl.utils.scratch import locked_file
@@ -84,3 +84,16 @@ def test_the_runtime_directory_does_not_end_with_the_login_session(monkeypatch: 
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
 
     assert runtime_directory() == Path(f"/tmp/prime-rl-{os.getuid()}")
+
+
+@pytest.mark.parametrize(
+    ("env", "hosts"),
+    [
+        ({}, "127.0.0.1,localhost,::1"),
+        ({"NO_PROXY": "a.org, 127.0.0.1"}, "a.org,127.0.0.1,localhost,::1"),
+        ({"NO_PROXY": "a.org", "no_proxy": "b.org"}, "b.org,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "*"}, None),
+    ],
+)
+def test_a_proxy_is_never_asked_for_this_machine(env: dict[str, str], hosts: str | None) -> None:
+    assert direct_loopback(env) == ({} if hosts is None else {"NO_PROXY": hosts, "no_proxy": hosts})

@@ -28,6 +28,7 @@ from prime_rl.run.process import (
     read_heartbeats,
     start_guard,
 )
+from prime_rl.utils.engine_keys import direct_loopback
 from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.logger import PROCESS_VARIABLE
 from prime_rl.utils.private import runtime_directory, without_service_keys
@@ -172,7 +173,13 @@ class LocalHost:
 
     def start(self, spec: ProcessSpec) -> None:
         inherited = os.environ if spec.gets_service_keys else without_service_keys(os.environ)
-        env = {**inherited, **spec.env, **spec.secrets, reaper.MARK_VARIABLE: str(self.directory)}
+        env = {
+            **inherited,
+            **direct_loopback(inherited),
+            **spec.env,
+            **spec.secrets,
+            reaper.MARK_VARIABLE: str(self.directory),
+        }
         env[PROCESS_VARIABLE] = spec.name
         if spec.if_lost is not None:
             clear_completion(spec.if_lost)

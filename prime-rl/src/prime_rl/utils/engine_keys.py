@@ -105,3 +105,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def direct_loopback(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep clients from asking a proxy for this machine's own servers, which it cannot reach.
+
+    Clients differ in which of the two spellings they read. A lone `*` already excludes every host.
+    """
+    named = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    if named.strip() == "*":
+        return {}
+    hosts = dict.fromkeys([*filter(None, map(str.strip, named.split(","))), "127.0.0.1", "localhost", "::1"])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(hosts))

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from prime_rl.environments.judging.rubric import MAX_TOKENS, Case, RubricFault, RubricJudge, read_cases, score
-from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, client_key, is_loopback
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.signals import start_program
 
@@ -90,10 +91,12 @@ async def measure(judge: RubricJudge, cases: Sequence[Case]) -> Agreement:
 
 
 async def _measured(options: argparse.Namespace) -> Agreement:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     key = client_key(options.base_url, options.api_key_var) or "EMPTY"
-    async with AsyncOpenAI(base_url=options.base_url, api_key=key) as client:
+    # A proxy, which the environment may name, cannot reach a judge on this machine.
+    http = DefaultAsyncHttpxClient(trust_env=not is_loopback(urlsplit(options.base_url).hostname or ""))
+    async with AsyncOpenAI(base_url=options.base_url, api_key=key, http_client=http) as client:
         judge = RubricJudge(client, options.model, {"temperature": 0.0}, options.max_tokens, options.max_concurrent)
         return await measure(judge, read_cases(options.cases))
 

@@ -31,7 +31,7 @@ from prime_rl.environments.judging.judge import (
     JudgeLost,
     JudgeServer,
 )
-from prime_rl.utils.engine_keys import is_bearer
+from prime_rl.utils.engine_keys import direct_loopback, is_bearer
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
@@ -201,8 +201,7 @@ def offered(
         for name, judge in judges.items()
     }
     added = {JUDGES_VARIABLE: json.dumps(shown), JUDGE_KEY_VARIABLE: key}
-    # The gateway is on this machine: a proxy could not reach it.
-    added |= {name: ",".join(filter(None, (environ.get(name), HOST))) for name in ("NO_PROXY", "no_proxy")}
+    added |= direct_loopback(environ)
     before = {name: environ.get(name) for name in added}
     environ.update(added)
     try:

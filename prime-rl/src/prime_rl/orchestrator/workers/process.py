@@ -24,11 +24,10 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
-from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE
+from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, TEACHER_KEY_VARIABLE, direct_loopback
 from prime_rl.utils.gpus import MASK_VARIABLE
 from prime_rl.utils.logger import get_logger
 
-LOOPBACK = "127.0.0.1"
 INSIDE = Path(__file__).parent / "inside"
 STOP_GRACE_S = 5.0
 ROWS_AT_ONCE = 256
@@ -128,7 +127,7 @@ class WorkerProcess:
                 env = {name: value for name, value in env.items() if name not in _OURS} | _ADDED
             env |= spec.added
             # The proxy of the run is on this machine, behind no other proxy.
-            env |= {name: ",".join(filter(None, (env.get(name), LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+            env |= direct_loopback(env)
             output, offset = None, 0
             if spec.log is not None:
                 logged = ProcessSpec(spec.server_of, tuple(argv), spec.log)

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .loopback import http_client
+
 JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
 JUDGE_KEY_VARIABLE = "ENVIRONMENT_JUDGE_KEY"
 WAYS = ("judge_client", "judge_base_url")
@@ -58,8 +60,10 @@ def offered_arguments(judge: str | None, who: str, function: Callable[..., Any])
     if "judge_client" in names:
         from openai import AsyncOpenAI
 
-        # The gateway has retried already.
-        arguments["judge_client"] = AsyncOpenAI(base_url=found["base_url"], api_key=key, max_retries=0, timeout=None)
+        # The gateway, which is on this machine, has retried already.
+        arguments["judge_client"] = AsyncOpenAI(
+            base_url=found["base_url"], api_key=key, max_retries=0, timeout=None, http_client=http_client()
+        )
     return arguments
 
 
