@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prime_rl.environments.rewards.fitting import Reply, why_all_zero
+from prime_rl.orchestrator.env_checks.dataset_check import answer_of
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.scores import zero_line
 
@@ -40,6 +41,15 @@ def test_the_reason_is_named(replies: list[Reply], used: str, expected: str) -> 
     line = why_all_zero(replies, [used])
     assert line.startswith(f"all {len(replies)} scores are 0: ")
     assert expected in line
+
+
+def test_the_right_answer_that_env_check_tries_is_the_first_accepted_one() -> None:
+    assert [answer_of({"answer": each}) for each in ('["Paris", "x"]', ["Rome"], "a", None)] == [
+        "Paris",
+        "Rome",
+        "a",
+        "",
+    ]
 
 
 def test_only_scores_that_are_all_0_are_explained() -> None:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from prime_rl.environments.adapters.turns import START_COLUMN
+from prime_rl.environments.rewards.text import accepted_answers
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_checks.prompts import CountTokens, text_of
 from prime_rl.orchestrator.rollouts.images import has_image
@@ -68,7 +69,8 @@ def read_rows(environment: Environment, split: str) -> Rows:
 
 
 def answer_of(content: Mapping[str, Any]) -> str:
-    answer = content.get("answer")
+    """The answer of a row; of a list of accepted answers, the first."""
+    answer = next(iter(accepted_answers(content.get("answer"))), None)
     return "" if answer is None else str(answer)
 
 
