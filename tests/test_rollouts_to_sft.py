@@ -98,6 +98,21 @@ def test_good_rollouts_of_training_are_exported_once_and_the_others_are_counted(
     assert (again.exit_code, "this file already exists" in again.stderr) == (2, True)
 
 
+def test_tools_go_with_the_prompt_and_its_own_answers_are_not_trained(tmp_path: Path) -> None:
+    asked = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    write(tmp_path / "run", 0, record("two", 1.0, prompt=asked, tools=tools, chat_template_kwargs={"brief": True}))
+    file = tmp_path / "rows.jsonl"
+    assert export(file, tmp_path / "run", "--min-reward", 1).exit_code == 0
+    (row,) = rows(file)
+    assert (row["tools"], row["chat_template_kwargs"]) == (tools, {"brief": True})
+    assert [message.get("weight") for message in row["messages"]] == [None, 0, None, None]
+
+
 def test_the_printed_command_has_a_config_and_the_start_that_the_user_typed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

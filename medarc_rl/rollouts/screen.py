@@ -195,6 +195,10 @@ REPEATED = "that repeat another one"
 SURPLUS = "beyond --per-prompt"
 
 
+_RENDERING = ("tools", "chat_template_kwargs")
+"""What the prompt was rendered with, besides its messages."""
+
+
 @dataclass(slots=True)
 class Export:
     """Rows for SFT, and why other rollouts are left out."""
@@ -211,7 +215,8 @@ class Export:
             self.left_out[reason] += 1
             return
         row = _row(rollout, run)
-        text = json.dumps([row.get(name) for name in ("messages", "prompt", "completion")], sort_keys=True)
+        names = ("messages", "prompt", "completion", *_RENDERING)
+        text = json.dumps([row.get(name) for name in names], sort_keys=True)
         key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         if self._rows.setdefault(key, row) is not row:
             self.left_out[REPEATED] += 1
@@ -263,8 +268,11 @@ def _row(rollout: KeptRollout, run: str) -> dict[str, Any]:
     if isinstance(prompt, str) and isinstance(completion, str):  # a model without chat template
         texts: dict[str, Any] = {"prompt": prompt, "completion": completion}
     else:
-        messages = [_message(each) for each in (*rollout.prompt, *rollout.completion)]
-        texts = {"messages": messages}
+        asked = [_message(each) for each in rollout.prompt]
+        # Answers in a prompt are examples: the run did not train on them, and SFT must not either.
+        asked = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
+        texts = {"messages": [*asked, *map(_message, rollout.completion)]}
+        texts |= {name: rollout.fields[name] for name in _RENDERING if rollout.fields.get(name)}
     return {
         **texts,
         "run": run,

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: root of `sft`."""
 
 from collections.abc import Iterator
+from datetime import date
 from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -258,6 +259,10 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
 
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What to do with samples of more than `seq_len` tokens."""
+
+    template_date: date | None = None
+    """Date for a chat template that asks for today's (`strftime_now`), such as "2026-11-26". None takes the day on
+    which the run began, also after a resume."""
 
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with a row that has no conversation or an empty answer. `error` stops the run and names column and

@@ -91,6 +91,9 @@ class Result:
     """Tracebacks of failed reward functions, by name."""
     prompt_id: str = ""
     """Id of the prompt, independent of its row. Empty in results of earlier versions."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the model was offered."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_rollout(cls, key: Key, rollout: Rollout, seconds: float) -> Self:
@@ -106,6 +109,7 @@ class Result:
             completion=rollout.completion,
             reward_errors=rollout.reward_errors,
             prompt_id=rollout.prompt_id,
+            **rollout.rendering,
         )
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from prime_rl.checks.chat_templates import CHATML
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, special_ids
+from prime_rl.trainer.sft.resume import date_of_templates, fingerprint_of
 from prime_rl.utils.rows import read_file
 
 USER = {"role": "user", "content": "q"}
@@ -151,3 +153,43 @@ def test_a_rendered_text_is_the_conversation_itself(tokenizer: PreTrainedTokeniz
     whole = sample_of(tokenizer, {"messages": messages}).token_ids.tolist()
     assert sample_of(tokenizer, {"text": rendered}).token_ids.tolist() == whole
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special_ids(tokenizer)
+
+
+MARKED = (
+    "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def marking(tokenizer: PreTrainedTokenizerBase) -> Iterator[PreTrainedTokenizerBase]:
+    """The tokenizer with a template that marks what is generated, without calls, and writes the date."""
+    own, tokenizer.chat_template = tokenizer.chat_template, MARKED
+    yield tokenizer
+    tokenizer.chat_template = own
+
+
+def test_calls_outside_of_the_marks_of_a_template_are_noticed(marking: PreTrainedTokenizerBase) -> None:
+    tokenize = ConversationTokenizer(marking, LossMaskConfig(), ignored_keys=["type"])
+    assert tokenize({"messages": CONVERSATIONS["call"]}).unmarked_calls
+    assert not tokenize({"messages": CONVERSATIONS["parts"]}).unmarked_calls
+    silent = [{**message, "weight": 0} if "tool_calls" in message else message for message in CONVERSATIONS["call"]]
+    sample = tokenize({"messages": silent})
+    assert not sample.unmarked_calls
+    assert marking.decode(sample.token_ids[sample.is_trained]) == "yes<|im_end|>"
+
+
+def test_a_resumed_run_writes_the_date_of_its_first_day(marking: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": CONVERSATIONS["parts"]}))
+    config = SFTDataConfig(name=str(tmp_path / "rows.jsonl"))
+    assert date_of_templates(config, marking, None) == date.today()
+    first = config.model_copy(update={"template_date": date(2020, 1, 2)})
+    saved = fingerprint_of(first, marking).as_dict()
+    assert date_of_templates(config, marking, saved) == date(2020, 1, 2)
+    tokenize = ConversationTokenizer(marking, LossMaskConfig(), today=date(2020, 1, 2))
+    sample = tokenize({"messages": CONVERSATIONS["parts"]})
+    assert marking.decode(sample.token_ids).startswith("2020-01-02<|im_start|>user")
+    marking.chat_template = CHATML
+    assert date_of_templates(config, marking, None) is None

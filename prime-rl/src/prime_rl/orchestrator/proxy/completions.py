@@ -70,7 +70,14 @@ async def exchange(session: Session, sent: dict[str, Any], continues: bool = Tru
     reply = session.server.channel.completion_of(path, answer, prompt_ids)
     # Rewards need ids that are unique, whatever an engine does after a restart.
     reply.id = f"chatcmpl-{secrets.token_hex(12)}"
+    reply.rendering = msgspec.to_builtins(rendering(sent), enc_hook=_plain)
     return answer, reply
+
+
+def _plain(value: Any) -> Any:
+    """A tool's schema that an environment holds as a Pydantic object."""
+    dump = getattr(value, "model_dump", None)
+    return str(value) if dump is None else dump(mode="json", exclude_none=True)
 
 
 def rendering(sent: Mapping[str, Any]) -> dict[str, Any]:

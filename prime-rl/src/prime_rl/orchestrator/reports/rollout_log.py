@@ -207,6 +207,7 @@ def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         **more,
         "prompt": rollout.prompt,
         "completion": rollout.completion,
+        **rollout.rendering,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
         "metrics": rollout.metrics,

@@ -64,6 +64,8 @@ class ChatReply(msgspec.Struct):
     """Unix time at which the request was sent. Set by the receiver."""
     ended_s: float | None = None
     """Unix time at which the reply had arrived. Set by the receiver."""
+    rendering: dict[str, Any] | None = None
+    """What the prompt was rendered with besides its messages, such as `tools`. Set by the receiver."""
 
 
 class TokenizeReply(msgspec.Struct):

@@ -79,6 +79,11 @@ class Rollout:
         return self.error is None and self.masked_by is None and not self.is_rejected
 
     @property
+    def rendering(self) -> dict[str, Any]:
+        """What its first prompt was rendered with besides its messages: `tools`, `chat_template_kwargs`."""
+        return self.trace.calls[0].details.rendering if self.trace.calls else {}
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens that were sampled, and those that the environment wrote between turns."""
         return self.trace.completion_tokens if self.trace else self.usage_output_tokens

@@ -27,10 +27,13 @@ class CallDetails(msgspec.Struct, frozen=True):
     """Unix time."""
     ended_s: float | None = None
     """Unix time."""
+    rendering: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the prompt was rendered with besides its messages: `tools`, `chat_template_kwargs`."""
 
     @classmethod
     def from_reply(cls, reply: ChatReply, choice: Choice) -> Self:
-        return cls(tuple(choice.weight_versions or ()), choice.finish_reason, reply.started_s, reply.ended_s)
+        versions = tuple(choice.weight_versions or ())
+        return cls(versions, choice.finish_reason, reply.started_s, reply.ended_s, reply.rendering or {})
 
     @classmethod
     def from_builtins(cls, values: dict[str, Any] | None) -> Self:

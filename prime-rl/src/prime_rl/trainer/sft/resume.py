@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ _NO_INFLUENCE: dict[str, Any] = {
     "batch_size": True,
     "max_untrainable_share": True,
     "ignored_keys": True,
+    # A bad row ends the run or is skipped: the others are the same.
+    "on_bad_row": True,
     "sources": {"__all__": {"name": True}},
 }
 """Keys of `data` that do not change the rows. A file may move: only its contents count."""
@@ -135,6 +138,19 @@ FINGERPRINT = "fingerprint"
 """Key of the fingerprint in the data state of a checkpoint."""
 
 
+def date_of_templates(
+    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, saved: Mapping[str, Any] | None
+) -> date | None:
+    """The date that the chat template writes: the config's, that of the checkpoint's fingerprint, or today's.
+
+    None if the template asks for no date. Without this, a run that is resumed tomorrow trains other tokens.
+    """
+    if isinstance(config, FakeDataConfig) or "strftime_now" not in repr(tokenizer.chat_template):
+        return None
+    kept = (saved or {}).get("settings", {}).get("template_date")
+    return config.template_date or (date.fromisoformat(kept) if kept else date.today())
+
+
 def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerprint) -> str:
     """Compare the data of a checkpoint with the current data. Returns what was verified, for the receipt.
 
@@ -146,7 +162,16 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
     saved = checkpoints.saved_data(step).get(FINGERPRINT)
     if saved is None:
         return "not the data: the checkpoint has no fingerprint of it"
-    differences = DataFingerprint.from_dict(saved).differences(now)
+    before = DataFingerprint.from_dict(saved)
+    dated = now.settings.get("template_date") is not None
+    if dated and "template_date" not in before.settings:
+        # A checkpoint of an earlier version: the date was that of each start.
+        before = replace(before, settings={**before.settings, "template_date": now.settings["template_date"]})
+        get_logger().warning(
+            "The chat template writes the date, and the checkpoint does not say which one: the rows have "
+            f"{now.settings['template_date']} from now on"
+        )
+    differences = before.differences(now)
     if not differences:
         return "data, tokenizer, chat template and packing are unchanged"
     listed = "; ".join(differences)  # the last line of a run that fails tells one line of its log

@@ -33,7 +33,14 @@ from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.epochs import as_written, with_steps
 from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
-from prime_rl.trainer.sft.resume import check_same_rows, fingerprint_of, leave_receipt, restore_position
+from prime_rl.trainer.sft.resume import (
+    FINGERPRINT,
+    check_same_rows,
+    date_of_templates,
+    fingerprint_of,
+    leave_receipt,
+    restore_position,
+)
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.errors import RunDirError
@@ -116,14 +123,23 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    fingerprint = fingerprint_of(config.data, tokenizer) if checkpoints is not None else None
+    saved = None
+    if checkpoints is not None and resume_step is not None:
+        saved = checkpoints.saved_data(resume_step).get(FINGERPRINT)
+    today = date_of_templates(config.data, tokenizer, saved)
+    data = config.data if today is None else config.data.model_copy(update={"template_date": today})
+    if today is not None and process.is_main:
+        get_logger().info(f"The chat template writes the date: {today} in all rows of this run (data.template_date)")
+    fingerprint = fingerprint_of(data, tokenizer) if checkpoints is not None else None
     verified = ""
     if checkpoints is not None and fingerprint is not None and resume_step is not None:
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
         check_changes(changes_since(paths, resume_step, {"sft": as_written(config)}), process)
-    rows = setup_rows(config.data, tokenizer, len(tokenizer), data_axis)
+    rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
-    validation = Validation(config.val.data, tokenizer, mesh) if config.val is not None else None
+    validation = None
+    if config.val is not None:
+        validation = Validation(config.val.data.model_copy(update={"template_date": today}), tokenizer, mesh)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, has_dropout=True, products=products)
     # Added tokens may leave gaps, so that the highest id is above the number of tokens.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,9 +55,13 @@ class _Chat:
 class ChatSpans:
     """Renders conversations and finds the spans of trained messages."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, trained_roles: Mapping[str, bool]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, trained_roles: Mapping[str, bool], today: date | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.trained_roles = trained_roles
+        # A variable of the template hides the global function that gives the present day.
+        self._clock: dict[str, Any] = {} if today is None else {"strftime_now": today.strftime}
         special: set[str] = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)"
         self._ends_with_special = re.compile(rf"(?:{alternatives})\Z")
@@ -221,7 +226,7 @@ class ChatSpans:
         self._check_template()
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._clock, **kwargs
             )
         except Exception as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from error
@@ -241,7 +246,7 @@ class ChatSpans:
                 conversations=[list(messages)],
                 chat_template=template,
                 return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **kwargs},
+                **{**self.tokenizer.special_tokens_map, **self._clock, **kwargs},
             )
         except Exception as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from error
@@ -292,6 +297,8 @@ class TokenizedSample:
     """int32 [n]."""
     is_trained: np.ndarray
     """bool [n]."""
+    unmarked_calls: bool = False
+    """Whether the chat template marks what is generated, but not the calls of a trained message."""
     is_cut: bool = False
     """Whether these are the first tokens of a text that was too long to tokenize as a whole."""
 
@@ -310,14 +317,15 @@ class TokenizedSample:
 
     def first(self, inputs: int) -> TokenizedSample:
         """The sample, cut to `inputs` input tokens."""
-        return TokenizedSample(self.token_ids[: inputs + 1], self.is_trained[: inputs + 1], self.is_cut)
+        return replace(self, token_ids=self.token_ids[: inputs + 1], is_trained=self.is_trained[: inputs + 1])
 
 
 class ConversationTokenizer:
     """Tokenizes rows and marks the tokens of trained roles. A token belongs to the message in which it starts.
 
     Of a very long text, only as much is tokenized as has more than `max_inputs` tokens. None tokenizes everything.
-    `section` is the config's section with the dataset, for messages.
+    `section` is the config's section with the dataset, for messages. `today` is what a template that asks for the date
+    gets.
     """
 
     def __init__(
@@ -327,6 +335,7 @@ class ConversationTokenizer:
         ignored_keys: Sequence[str] = (),
         max_inputs: int | None = None,
         section: str = "data",
+        today: date | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
@@ -335,7 +344,7 @@ class ConversationTokenizer:
         self.section = section
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self.trained_roles["developer"] = loss_mask.system
-        self._spans = ChatSpans(tokenizer, self.trained_roles)
+        self._spans = ChatSpans(tokenizer, self.trained_roles, today)
         self._special_ids = np.array(sorted(special_ids(tokenizer)), dtype=np.int32)
         self._splits_anywhere = _splits_anywhere(tokenizer)
         self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
@@ -363,9 +372,19 @@ class ConversationTokenizer:
         text, spans = self._spans(conversation)
         # The chat template has already written the special tokens.
         sample = self._encode(text, spans, add_special_tokens=False)
+        sample = replace(sample, unmarked_calls=self._has_unmarked_calls(conversation, text, spans))
         if sample.is_cut or self._spans.ends_by_itself(text):
             return sample
         return self._with_end(sample, self._spans.flags(conversation)[-1])
+
+    def _has_unmarked_calls(self, conversation: Conversation, text: str, spans: list[Span]) -> bool:
+        marked = "".join(text[begin:end] for begin, end in spans)
+        return any(
+            flag and name not in marked
+            for message, flag in zip(conversation.messages, self._spans.flags(conversation), strict=True)
+            for call in message.get("tool_calls") or ()
+            if (name := str((call.get("function") or {}).get("name") or "")) and name in text
+        )
 
     def _refuse_losses(self, conversation: Conversation) -> None:
         """Raises DataError if the chat template drops a part of the conversation."""
@@ -453,8 +472,12 @@ class ConversationTokenizer:
             return sample
         if len(sample) and sample.token_ids[-1] == end:
             # If the tokenizer added it, no span of the text covers it.
-            return TokenizedSample(sample.token_ids, np.append(sample.is_trained[:-1], is_trained))
-        return TokenizedSample(np.append(sample.token_ids, np.int32(end)), np.append(sample.is_trained, is_trained))
+            return replace(sample, is_trained=np.append(sample.is_trained[:-1], is_trained))
+        return replace(
+            sample,
+            token_ids=np.append(sample.token_ids, np.int32(end)),
+            is_trained=np.append(sample.is_trained, is_trained),
+        )
 
 
 @dataclass(frozen=True, slots=True)

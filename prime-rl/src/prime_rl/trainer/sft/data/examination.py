@@ -42,6 +42,8 @@ class Examination:
     targets: int = 0
     without_end: int = 0
     """Number of samples whose trained part has no end token."""
+    unmarked_calls: int = 0
+    """Number of samples with calls that the chat template does not mark as generated."""
     end_ids: set[int] = field(default_factory=set)
     """Special tokens that end the trained part of a sample."""
     duplicates: int = 0
@@ -91,6 +93,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
         if made.sample is not None:
             samples.append(made.sample)
             found.without_end += not made.has_end
+            found.unmarked_calls += made.sample.unmarked_calls
             if made.end_id is not None:
                 found.end_ids.add(made.end_id)
             fingerprint = hash(made.sample.token_ids.tobytes())
@@ -169,6 +172,11 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f'{counts.bad} {of_rows} are skipped ({config.section}.on_bad_row = "skip"): {first}{kinds}'
     if found.share(found.without_end) > _WORRYING_UNTRAINABLE:
         yield f"{found.without_end} {of_rows} have no end token that is trained on, so the model does not learn to stop"
+    if found.unmarked_calls:
+        yield (
+            f"{found.unmarked_calls} {of_rows} have tool calls outside of the chat template's {{% generation %}}, "
+            "which are not trained: move {% endgeneration %} behind them, or take the marks out of the template"
+        )
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"
     if found.discarded > _WORRYING_LOSS_OF_PACKING:

@@ -114,7 +114,7 @@ class SampleMaker:
         self.config = config
         self.max_row_s = max_row_s
         self._tokenize = ConversationTokenizer(
-            tokenizer, config.loss_mask, config.ignored_keys, config.seq_len, config.section
+            tokenizer, config.loss_mask, config.ignored_keys, config.seq_len, config.section, config.template_date
         )
         self._special_ids = frozenset(special_ids(tokenizer))
 
