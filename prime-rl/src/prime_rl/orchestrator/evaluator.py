@@ -202,8 +202,8 @@ class Validator:
         if failed:
             reason = next(outcome.reason for outcome in outcomes if outcome.reason)
             get_logger().warning(f"Step {step}: {failed} validation rollouts failed; first error: {reason}")
-        groups = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
-        return {"val_failed/count": failed, f"val_{METRIC}": self.trained_share, **validation_metrics(groups)}
+        scored = [Group(outcome.rollouts) for outcome in outcomes if outcome.rollouts]
+        return {"val_failed/count": failed, f"val_{METRIC}": self.trained_share, **validation_metrics(scored)}
 
 
 def validation_metrics(groups: list[Group]) -> dict[str, float]:

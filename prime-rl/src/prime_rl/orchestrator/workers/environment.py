@@ -154,7 +154,8 @@ class Environment:
         if not hasattr(dataset, "select_columns"):
             return None
         chosen = dataset.select_columns([name for name in names if name in dataset.column_names]).select(rows)
-        return iter(chosen.iter(batch_size=1_000))
+        batches: Iterator[Mapping[str, Sequence[Any]]] = iter(chosen.iter(batch_size=1_000))
+        return batches
 
     def held_out(self) -> Environment:
         """The same environment with its evaluation rows."""
