@@ -108,7 +108,7 @@ ROLLOUTS = {
     "the environment cancels itself": "CancelledError",
 }
 IN_A_SERVER = {**REWARDS, "a group reward is too short": "reward.compared", **ROLLOUTS}
-IN_A_GUEST = {**REWARDS, **ROLLOUTS, "the environment leaves": "RuntimeError"}
+IN_A_GUEST = {**REWARDS, **ROLLOUTS}
 ENDS = {"the process ends": "EnvironmentEnded"}
 AGENT = {
     "the agent raises": "OSError",
@@ -288,13 +288,22 @@ async def answer_of(service: Service, address: str, *requests: dict[str, Any]) -
         serving = asyncio.create_task(serve_port(service, socket))
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as client:
             client.connect(address)
+            answers: dict[int, dict[str, Any]] = {}
             for request in requests:
-                await client.send(json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(await client.recv())
+                # A ping that is answered shows that the requests before it have begun.
+                for each in (request, {"id": 0, "do": "ping", "with": {}}):
+                    await client.send(json.dumps(each).encode())
+                while 0 not in answers:
+                    answer = json.loads(await client.recv())
+                    answers[answer["id"]] = answer
+                del answers[0]
+            while not answers:
+                answer = json.loads(await client.recv())
+                answers[answer["id"]] = answer
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     await service.close()
-    return answer
+    return answers[1]
 
 
 @pytest.mark.parametrize("way", ["it hangs", "the environment cancels itself", "the environment leaves"])
