@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +134,7 @@ class Lessons:
     """Rollouts that were cut off, by the limit."""
     rewards: set[float] = field(default_factory=set)
     """Some of the different rewards: two are enough to tell that they differ."""
-    part_sums: Counter[str] = field(default_factory=Counter)
+    part_sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sum over steps of the mean of each reward function."""
     part_steps: Counter[str] = field(default_factory=Counter)
 

@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         fault = f"not UTF-8 text (byte {error.start})"
     except OSError as error:
-        fault = f"cannot be read ({error.strerror})"
+        fault = f"cannot be read ({error.strerror or error})"
     raise ConfigError([f"{path}: {fault}"])
 
 
@@ -79,8 +79,8 @@ def parse_toml(path: Path, text: str) -> dict[str, Any]:
         line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
         if path.suffix.lower() in (".yaml", ".yml", ".json"):
             kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
-            fault = f"{path}: a {kind} file; configs are TOML: write `a: 1` as `a = 1`, and a table as `[table]`"
-            raise ConfigError([fault]) from error
+            advice = "configs are TOML: write `a: 1` as `a = 1`, and a table as `[table]`"
+            raise ConfigError([f"{path}: a {kind} file; {advice}"]) from error
         raise ConfigError([f"{path}:{line}:{column}: not TOML: {_TOML_PLACE.sub('', str(error))}"]) from error
     except RecursionError:
         raise ConfigError([f"{path}: tables or lists are nested too deeply"]) from None
