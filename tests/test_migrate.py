@@ -133,6 +133,18 @@ NEWER_KEYS: list[Row] = [
     ("rl", "rollout_transport", {"type": "zmq"}, "orchestrator.rollout_transport", {"type": "zmq"}),
     ("rl", "weight_broadcast.type", "nixl", "weight_broadcast", {}),
     ("rl", "deployment.num_infer_replicas", 2, "", NOT_CARRIED),
+    *(
+        ("orchestrator", f"sampling.{name}", value, "", NOT_CARRIED)
+        for name, value in {
+            "top_p": 0.9,
+            "top_k": 20,
+            "min_p": 0.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.5,
+            "logit_bias": {"7": 1.0},
+            "bad_words": ["x"],
+        }.items()
+    ),
     ("rl", "deployment.orchestrator_on_inference", False, "", DROPPED),
     ("rl", "deployment.orchestrator_on_inference", True, "", NOT_CARRIED),
     ("sft", "deployment.num_train_gpus", 2, "deployment.num_gpus", 2),

@@ -51,7 +51,7 @@ def test_what_is_no_run_says_which_directory_is_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name, words in {
-        "runs": "name one: first",
+        "runs": "give one of them: first",
         "runs/first/configs": "give that directory",
         "empty": "it has no configs",
         "file": "it is a file",

@@ -46,7 +46,7 @@ GOOD, ZERO = rollouts(0.0, 1.0) * 16, rollouts(0.0) * 32
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (ZERO, "all 32 rewards are 0 in this step: nothing tells good answers from bad ones"),
+        (ZERO, "all 32 rewards are 0 in this step: they do not show which answers are better"),
         (rollouts(0.25) * 40, "all 40 rewards are 0.25 in this step"),
         (rollouts(0.0, 1.0, advantage=0.0) * 16, "all 32 advantages are 0 in this step"),
     ],

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from prime_rl.utils.terminal import TextOnly, escaped
+from prime_rl.utils.terminal import TextOnly, plain
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from prime_rl.utils.terminal import TextOnly, escaped
     ],
 )
 def test_characters_that_act_are_written_as_escapes(text: str, shown: str) -> None:
-    assert escaped(text) == shown
+    assert plain(text) == shown
 
 
 def test_a_stream_passes_text_on_and_rich_still_moves_the_cursor() -> None:

@@ -51,6 +51,6 @@ def test_a_short_wait_in_every_step_is_not_logged(lines: list[logging.LogRecord]
 def test_only_a_program_that_was_started_by_hand_is_told_to_start_another() -> None:
     advice = [advice_on("trainer", Path("out"), Path("out/logs"), environ) for environ in ({}, {LAUNCH_VARIABLE: "/x"})]
     assert advice == [
-        "start it with `trainer --output-dir out`, or see why it does not go on in out/logs",
-        "see why it does not go on in out/logs",
+        "start it with `trainer --output-dir out`, or see in its log why it does not continue: out/logs",
+        "see in its log why it does not continue: out/logs",
     ]

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from prime_rl.utils.terminal import escaped, stream_behind
+from prime_rl.utils.terminal import plain, stream_behind
 
 ATTEMPT_VARIABLE = "RUN_ATTEMPT"
 """Environment variable of a launch's processes: the number of the attempt."""
@@ -48,10 +48,10 @@ class TextFormatter(logging.Formatter):
         level = f"{record.levelname:>7}"
         if self.colour and record.levelname in _COLOURS:
             level = f"{_COLOURS[record.levelname]}{level}{_RESET}"
-        line = f"{clock} {level} {escaped(record.getMessage())}"
+        line = f"{clock} {level} {plain(record.getMessage())}"
         if record.levelno <= logging.DEBUG:
             line += f" [{record.filename}::{record.lineno}]"
-        return line if not record.exc_info else f"{line}\n{escaped(self.formatException(record.exc_info))}"
+        return line if not record.exc_info else f"{line}\n{plain(self.formatException(record.exc_info))}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -83,7 +83,7 @@ def readable(line: str) -> str:
     Colours are dropped, and other control characters are spelled out. Of a line that rewrites itself, such as a
     progress bar, the last version stays.
     """
-    return escaped(_text_of(line)).replace("\r", "\\r")
+    return plain(_text_of(line)).replace("\r", "\\r")
 
 
 def _text_of(line: str) -> str:

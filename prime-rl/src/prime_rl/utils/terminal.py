@@ -21,18 +21,21 @@ _ACTING = re.compile(
 
 
 def escaped(text: str) -> str:
-    """`text` without colours, and with every other character that acts on a terminal written as an escape.
+    """`text` with each character that acts on a terminal written as an escape.
 
     Newlines, tabs and returns stay. So do the characters that languages need and `str.isprintable` refuses, such as
     non-breaking spaces and zero-width joiners.
     """
-    if _ACTING.search(text) is None:
-        return text
-    return _ACTING.sub(lambda found: ascii(found[0])[1:-1], _COLOUR.sub("", text))
+    return _ACTING.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def plain(text: str) -> str:
+    """`escaped` text without colours, which libraries write where they take a file for a terminal."""
+    return escaped(_COLOUR.sub("", text))
 
 
 class TextOnly:
-    """A text stream that writes `escaped` text, and has its own escapes for what its encoding lacks.
+    """A text stream that writes `plain` text, and has its own escapes for what its encoding lacks.
 
     Rich, whose own sequences move the cursor and set colours, writes to the stream behind: `rich_proxied_file` is the
     attribute by which it asks for that.
@@ -42,7 +45,7 @@ class TextOnly:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        return self.rich_proxied_file.write(escaped(text))
+        return self.rich_proxied_file.write(plain(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
