@@ -11,8 +11,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from prime_rl.configs.shared import ClientConfig
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served

@@ -21,9 +21,8 @@ from prime_rl.environments.agents.returns import BadTensors, InvalidReward, chec
 from prime_rl.environments.agents.targets import BadTarget, load_target
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, to_samples
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.agents import AgentWorker, agent_spec, rollout_of
 from prime_rl.orchestrator.workers.environment import Environment, GroupRequest

@@ -22,13 +22,13 @@ from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_adv
 from prime_rl.orchestrator.batches.batch import GibberishFilter, RepetitionFilter, apply_filters, build_batch
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
-from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Group, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt
 from prime_rl.orchestrator.workers.failures import Failures
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.rl.batches import find_fault
 from prime_rl.transport.messages import TrainingBatch
+from prime_rl.utils.conversations import has_image
 
 NUMBERS = st.one_of(
     st.integers(-2, 100), st.floats(), st.sampled_from([2**31, 2**63, -(2**63), 10**400, 1e308, -1e308, True])

@@ -8,8 +8,7 @@ import pytest
 
 from prime_rl.configs.algorithms import DefaultAdvantageConfig, NormalizedAdvantageConfig
 from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
-from prime_rl.orchestrator.rollouts.rollout import Group
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import Group, to_samples
 from prime_rl.trainer.rl.batches import row_from_sample
 
 

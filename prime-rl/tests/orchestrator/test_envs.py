@@ -7,9 +7,8 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.errors import EnvironmentFault, MalformedRollout
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, to_samples
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.utils.logger import setup_logger

@@ -8,7 +8,7 @@ import pytest
 from prime_rl.configs.orchestrator import GibberishFilterConfig, RepetitionFilterConfig
 from prime_rl.orchestrator.batches.batch import apply_filters, setup_filters
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import to_samples
 
 
 def gibberish(model_dir: Path, **fields):

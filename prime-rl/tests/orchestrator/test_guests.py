@@ -18,9 +18,8 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, to_samples
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.environment import Environment

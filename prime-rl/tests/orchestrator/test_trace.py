@@ -14,10 +14,9 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
 from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.environment import Environment

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import to_samples
 
 
 def test_a_single_turn_is_one_sample_with_its_tokens_masks_and_temperature(turn, rollout) -> None:

@@ -11,8 +11,7 @@ from typing import Protocol
 from prime_rl.checks.model_files import vocab_size as vocab_size_of
 from prime_rl.configs.orchestrator import FilterConfig, GibberishFilterConfig
 from prime_rl.orchestrator.errors import OrchestratorError
-from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
+from prime_rl.orchestrator.rollouts.rollout import Group, Rollout, to_samples
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import count_of

@@ -14,8 +14,8 @@ from prime_rl.environments.adapters.turns import START_COLUMN
 from prime_rl.environments.rewards.text import accepted_answers
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_checks.prompts import CountTokens, text_of
-from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.utils.conversations import has_image
 
 MOST_ROWS = 20_000
 """Maximum number of rows that are read from a split, from its start."""

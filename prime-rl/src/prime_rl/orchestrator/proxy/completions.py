@@ -15,11 +15,11 @@ import msgspec
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
-from prime_rl.orchestrator.rollouts.images import has_image
 from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
+from prime_rl.utils.conversations import has_image
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",

@@ -22,10 +22,9 @@ import numpy as np
 from prime_rl.configs.orchestrator import KeepRolloutsConfig, OrchestratorConfig
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.rollouts.evaluation import Outcome
-from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
+from prime_rl.orchestrator.rollouts.rollout import Group, Rollout, to_samples
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenizer
 from prime_rl.orchestrator.rollouts.trace import ModelCall
-from prime_rl.orchestrator.rollouts.trajectories import to_samples
 from prime_rl.run.paths import OrchestratorPaths, SamplesFile
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.errors import one_line

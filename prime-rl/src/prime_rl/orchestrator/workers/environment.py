@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, overload
 from prime_rl.monitors.trace import own_trace
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.reports.sessions import record_rollouts
-from prime_rl.orchestrator.rollouts.images import ADVICE, first_row_with_image, has_image
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Recorded, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.failures import Failures, refuse_failed
+from prime_rl.utils.conversations import NO_IMAGES, first_row_with_image, has_image
 
 PROMPT_ID_LENGTH = 16
 """Hexadecimal digits of a prompt's hash."""
@@ -189,7 +189,7 @@ class Environment:
     def refuse_images(self) -> None:
         """Raises EnvironmentFault if the prompt of a row has an image."""
         if (row := first_row_with_image(self._rows, self.prompt)) is not None:
-            raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {ADVICE}")
+            raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {NO_IMAGES}")
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
         """Hash of a row's content, which identifies the row even if its index changes."""
@@ -228,7 +228,7 @@ class Environment:
         with self.failures.group(server.lost):
             rollouts = await self._roll_out(example, size, server, sampling_args, version, 0)
             if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
-                raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {ADVICE}")
+                raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {NO_IMAGES}")
             refuse_failed(rollouts)
             check_trainable(rollouts)
         return rollouts
