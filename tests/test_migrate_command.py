@@ -109,7 +109,7 @@ def test_line_ends_stay_as_they_are(old: Path, tmp_path: Path) -> None:
 def test_the_command_that_the_file_is_for_can_be_named(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("max_steps = 3\n", encoding="utf-8")
-    assert "give the command with --as" in run(file).stderr
+    assert "choose one with --as" in run(file).stderr
     assert run(file, "--as", "sft").exit_code == 0
     assert run(file, "--as", "nothing").exit_code == 2
 

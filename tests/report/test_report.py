@@ -226,7 +226,7 @@ def test_runs_with_one_label_are_a_band_and_differing_keys_come_first(tmp_path: 
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["nowhere"], "nowhere is no run: there is no such directory"),
+        (["nowhere"], "nowhere is not the directory of a run: there is no such directory"),
         (["run", "--label", "other=x"], "this report has no run 'other'"),
         (["run", "--label", "x"], "write RUN=LABEL"),
         (["run", "--price", "-1"], "--price"),
