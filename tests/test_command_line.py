@@ -72,7 +72,10 @@ def table_in(text: str) -> dict[str, str]:
         ("", "Missing command. Give one of sft, rl, eval, "),
         ("env", "Missing command. Give one of new, check, try, install, list, uninstall, or --help"),
         ("sft {sft} --train-gpus 2", "--train-gpus: unknown option; did you mean --gpus?"),
-        ("rl {rl} --gpus 2", "--gpus: unknown option; did you mean --train-gpus or --infer-gpus or --judge."),
+        (
+            "rl {rl} --gpus 2",
+            "--gpus: unknown option; use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which",
+        ),
         ("sft {sft} --data foo", "foo: unexpected argument; --data is a section: did you mean --data.name?"),
         ("sft {sft} --ckpt foo", "foo: unexpected argument; --ckpt is a section: set one of its keys, as --ckpt.KEY"),
         ("sft {sft} foo", "foo: unexpected argument"),

@@ -158,7 +158,7 @@ def test_right_answers_are_tried_in_more_rows_and_rows_that_refuse_theirs_are_na
 def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
     code, rows = rows_of("--args", functions("never_ends"), "--limit-s", 0.5, "--rows", 1)
     assert code == 1
-    assert "the answer 'right' in row 0: it does not end within" in rows["fail", "process"]
+    assert "the answer 'right' in row 0: it did not end within" in rows["fail", "process"]
     code, rows = rows_of("--args", functions("leaves"), "--rows", 1)
     assert code == 1
     assert "ended with code 7 while trying the answer 'right' in row 0" in rows["fail", "process"]

@@ -148,7 +148,7 @@ def test_flash_attention_4_is_fa4() -> None:
         (["--no-max-async-level"], "--no-max-async-level: unknown option"),
         (["--no-ckpt=3"], "--no-ckpt: takes no value"),
         (["-x"], "-x: unknown option; options start with two dashes"),
-        (["x.toml"], "x.toml: unexpected argument; a config file is written `@ x.toml`"),
+        (["x.toml"], "x.toml: unexpected argument; to read a config file, write `@ x.toml`"),
         (["--ckpt", "{"], "--ckpt: '{' is not JSON"),
         (["--ckpt=5"], "--ckpt: '5' is not a JSON object"),
         (["--loss.type", "custom", "--loss.kwargs", "x"], "--loss.kwargs: 'x' is neither a JSON object nor key=value"),

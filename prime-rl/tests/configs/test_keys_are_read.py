@@ -17,6 +17,7 @@ Two keys that have the same class in one root (`data` and `val.data` of SFT) are
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -238,11 +239,22 @@ def reads_of_command(component: str, reads: frozenset[Read]) -> frozenset[Read]:
     counted = {read for read in reads if _has_effect(read, running)}
     # What a method or property of a config reads counts once the method is used.
     while True:
-        used = {f"{read.owner}.{read.attribute}" for read in counted}
+        used = {definition_of(read.owner, read.attribute) for read in counted}
         inside = {read for read in reads - counted if f"{read.module}.{read.function}" in used}
         if not inside:
             return frozenset(counted)
         counted |= inside
+
+
+@cache
+def definition_of(owner: str, attribute: str) -> str:
+    """The full name of a class's attribute, in the base that defines it."""
+    module, _, name = owner.rpartition(".")
+    kind = getattr(importlib.import_module(module), name, None) if module.startswith("prime_rl.configs") else None
+    for base in getattr(kind, "__mro__", ()):
+        if attribute in vars(base):
+            return f"{base.__module__}.{base.__qualname__}.{attribute}"
+    return f"{owner}.{attribute}"
 
 
 def _has_effect(read: Read, running: frozenset[str]) -> bool:

@@ -24,13 +24,28 @@ COMMANDS = [
 ]
 
 
+STOPS_AT_THE_CONFIG = """
+import os, signal, sys
+
+def wait(event, args):
+    if event == "open" and str(args[0]) == {config!r}:
+        os.open({ready!r}, os.O_WRONLY)
+        signal.pause()
+
+sys.addaudithook(wait)
+"""
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command).rpartition("/")[2])
 def test_ctrl_c_at_the_start_ends_a_program_without_a_traceback(command: tuple[str, ...], tmp_path: Path) -> None:
-    # A pipe in place of the config: the program opens it, and waits for its first line.
-    config = tmp_path / "config.toml"
-    os.mkfifo(config)
-    process = subprocess.Popen([*command, "@", config], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with config.open("w"):
+    config, ready = tmp_path / "config.toml", tmp_path / "ready"
+    config.touch()
+    os.mkfifo(ready)
+    (tmp_path / "sitecustomize.py").write_text(STOPS_AT_THE_CONFIG.format(config=str(config), ready=str(ready)))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    argv = [*command, "@", config]
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with ready.open():
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate()
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)

@@ -194,7 +194,7 @@ def test_adapters_are_unloaded_when_the_base_weights_change(server, adapters, ne
     assert server.client.post("/v1/completions", json={"model": NAME, "prompt": PROMPT}).status_code == 404
     refused = server.client.post("/load_lora_adapter", json={"lora_name": NAME, "lora_path": str(adapters[4])})
     assert refused.status_code == 400
-    assert "holds weights of version 3" in refused.json()["error"]["message"]
+    assert "has weights of version 3" in refused.json()["error"]["message"]
     server.post("/reload_weights", {})
     load(server, adapters[4])
 

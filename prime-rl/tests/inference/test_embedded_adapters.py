@@ -132,7 +132,7 @@ def test_adapters_require_the_initial_weights(qwen3, adapters, tmp_path) -> None
     (tmp_path / "step_7").symlink_to(qwen3)
     with engine_of(qwen3).in_thread() as engine:
         engine.update_weights(tmp_path / "step_7").result()
-        with pytest.raises(WeightError, match="holds weights of version 7"):
+        with pytest.raises(WeightError, match="has weights of version 7"):
             engine.load_adapter("mine", adapters[0]).result()
 
 

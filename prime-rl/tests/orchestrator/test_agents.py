@@ -445,7 +445,7 @@ async def test_multi_turn_tries_again_and_discounts_the_whole_conversation(in_pr
     ("config", "says"),
     [
         ({"agent_dataset": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
-        ({"agent_dataset": "my_agents:MESSAGES"}, "is no function"),
+        ({"agent_dataset": "my_agents:MESSAGES"}, "is not a function"),
         ({"agent_dataset": "my_agents:plain"}, "failed: TypeError"),
         ({"workflow": "my_agents:nobody"}, "'my_agents' has no 'nobody'"),
     ],
@@ -460,7 +460,7 @@ def test_what_cannot_be_loaded_ends_the_start(folder: Path, config: dict[str, An
     ("target", "args", "says"),
     [
         ("no_such_module:agent", {}, "'no_such_module' does not import"),
-        ("my_agents:MESSAGES", {}, "is no function"),
+        ("my_agents:MESSAGES", {}, "is not a function"),
         ("my_agents:Chatty", {"malus": 1}, "cannot be made with"),
         ("my_agents", {}, "names no object"),
     ],

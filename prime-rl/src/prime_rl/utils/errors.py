@@ -24,8 +24,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from prime_rl.utils.terminal import escaped
-
 MAX_FAULTS = 100
 """Most faults that one ConfigError lists."""
 MAX_LINE_CHARS = 2000
@@ -118,7 +116,7 @@ def one_line(error: BaseException | str, max_chars: int = MAX_LINE_CHARS) -> str
     # Cut before splitting: the text may be megabytes of data.
     words = " ".join(text[: 2 * max_chars].split())
     shown = words if len(words) <= max_chars and len(text) <= 2 * max_chars else f"{words[:max_chars]}..."
-    return escaped(shown)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 
 def _text_of(error: BaseException) -> str:

@@ -99,7 +99,7 @@ def test_samples_that_train_no_end_are_counted(report: Report) -> None:
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     )
     text = report([CHAT, unfinished, unfinished], tokenizer={"chat_template": template})
-    assert "2 of 3 rows train no end token, so the model does not learn to stop after them" in text
+    assert "2 of 3 rows have no end token that is trained on, so the model does not learn to stop" in text
 
 
 def test_three_samples_are_shown_with_the_trained_part_marked(report: Report) -> None:

@@ -44,7 +44,7 @@ def _of_function(name: str) -> Iterator[Any]:
         sys.path.append(here)
     function = resolve(name)
     if not callable(function):
-        raise BadRows(f"{name} is no function")
+        raise BadRows(f"{name} is not a function")
     try:
         rows = function()
         if not isinstance(rows, Iterable):
