@@ -257,7 +257,7 @@ def test_a_model_is_looked_up_on_the_hub(hub: str, tmp_path: Path) -> None:
     access = access_to(hub, tmp_path)
     assert access.model_row("some/model", needs_weights=True).detail.startswith("some/model: on the hub, 2 files")
     gated = access.model_row("some/gated", needs_weights=True)
-    assert (gated.state, "owner admitted; HF_TOKEN is not set" in gated.detail) == (State.FAILED, True)
+    assert (gated.state, "that account's token; HF_TOKEN is not set" in gated.detail) == (State.FAILED, True)
     missing = access.dataset_row("some/data")
     assert (missing.state, "no such dataset" in missing.detail) == (State.FAILED, True)
 

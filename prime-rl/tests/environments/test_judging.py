@@ -347,7 +347,9 @@ def test_an_environment_gets_its_judge_by_name_wherever_it_runs(
             asyncio.run(loaded.close())
         with pytest.raises(EnvironmentFault, match="has none of the arguments judge_client, judge_base_url"):
             load_environments([EnvConfig(id="deaf-env", **settings)], LogConfig())
-        with pytest.raises(EnvironmentFault, match="judge = 'another': no run offers it"):
+        with pytest.raises(
+            EnvironmentFault, match="judge = 'another': this process is not part of a run that starts the judge"
+        ):
             load_environments([EnvConfig(id="asking-env", python=program, judge="another")], LogConfig())
     assert "ENVIRONMENT_JUDGE_KEY" not in os.environ
 
@@ -355,7 +357,7 @@ def test_an_environment_gets_its_judge_by_name_wherever_it_runs(
 def test_a_judge_that_nothing_has_started_is_named(tmp_path: Path) -> None:
     judges = {"grader": JudgeConfig(model="judge")}
     with (
-        pytest.raises(JudgeFault, match=r"judge\.grader: nothing has started it: set judge\.grader\.base_url"),
+        pytest.raises(JudgeFault, match=r"judge\.grader: no server was started for it: set judge\.grader\.base_url"),
         run_judges(judges, RunPaths(tmp_path)),
     ):
         pass

@@ -67,7 +67,7 @@ def test_a_failure_is_one_warning_and_later_records_arrive(caplog: pytest.LogCap
     assert [record.message for record in caplog.records] == [
         "TensorBoard cannot log: OSError: [Errno 28] No space left on device. The run continues; metrics.jsonl has "
         "every value",
-        "TensorBoard lacks 3 records",
+        "TensorBoard is missing 3 records",
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_sink_that_cannot_start_is_a_warning(error: BaseException, caplog: pyt
     guarded.close()
     words = [record.message for record in caplog.records]
     assert words[0].startswith(f"SwanLab cannot start: {type(error).__name__}")
-    assert words[1] == "SwanLab lacks 1 record"
+    assert words[1] == "SwanLab is missing 1 record"
     assert all(record.levelno == logging.WARNING and "\n" not in record.message for record in caplog.records)
 
 

@@ -338,7 +338,7 @@ def test_a_failure_is_reported_whatever_environment_code_leaves_running(start, p
     run.until(lambda: run.receiver.receive(0))
     policy_server.close()
     assert run.finish() == 1
-    assert "is gone" in run.log
+    assert "does not respond any more" in run.log
 
 
 def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
@@ -346,7 +346,7 @@ def test_a_dead_inference_server_ends_the_run(start, policy_server) -> None:
     run.until(lambda: run.receiver.receive(0))
     policy_server.close()
     assert run.finish() == 1
-    assert f"the inference server {policy_server.url.removesuffix('/v1')} is gone" in run.log
+    assert f"the inference server {policy_server.url.removesuffix('/v1')} does not respond any more" in run.log
 
 
 def test_what_is_not_built_is_refused_before_anything_is_written(start) -> None:

@@ -170,7 +170,7 @@ def test_every_input_that_is_missing_has_its_own_line(s3: S3, model: S3Name, roo
         inputs_of(config, s3)
     assert sorted(raised.value.faults) == [
         "data.name: s3://no-such-bucket-at-all/x: there is no such bucket",
-        f"model.name: {model}-none: nothing is there, neither an object nor a prefix with objects",
+        f"model.name: {model}-none: there is no object and no prefix with this name",
     ]
     with pytest.raises(StagingRefused, match=r"^model.name: s3://x: a bucket's name has"):
         inputs_of(sft(model={"name": "s3://x"}), s3)

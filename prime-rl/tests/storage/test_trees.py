@@ -155,7 +155,7 @@ def file_and_folder(s3: S3, bucket: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (nothing, "models/none: nothing is there"),
+        (nothing, "models/none: there is no object and no prefix with this name"),
         (no_bucket, "s3://no-such-bucket-here/models: there is no such bucket"),
         (climbing_key, "which cannot be a file: parts of a key must not be empty"),
         (file_and_folder, "holds both an object 'a' and objects below it"),
