@@ -13,7 +13,7 @@ OURS = ("prime_rl", "medarc_rl")
 ALLOWED = {
     "medarc_rl.launchers.rl_local.rl_local": "public: code outside replaces it, so the command looks it up late",
     "medarc_rl.launchers.sft_local.sft_local": "the same",
-    "nltk.tokenize._get_punkt_tokenizer": "gives lm-eval NLTK's model of sentences, which it would download",
+    "nltk.tokenize.tokenize._get_punkt_tokenizer": "gives lm-eval NLTK's model of sentences, which it would download",
     "lm_eval.tasks.ifeval.instructions_util._get_sentence_tokenizer": "the same",
 }
 

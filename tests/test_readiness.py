@@ -259,7 +259,7 @@ def test_a_model_is_looked_up_on_the_hub(hub: str, tmp_path: Path) -> None:
     gated = access.model_row("some/gated", needs_weights=True)
     assert (gated.state, "that account's token; HF_TOKEN is not set" in gated.detail) == (State.FAILED, True)
     missing = access.dataset_row("some/data")
-    assert (missing.state, "no such dataset" in missing.detail) == (State.FAILED, True)
+    assert (missing.state, "no dataset with this name" in missing.detail) == (State.FAILED, True)
 
 
 def test_a_hub_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
