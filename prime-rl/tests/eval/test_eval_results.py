@@ -14,6 +14,7 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.eval.run import CandidateScores, Key, Result, ResultsFile, other_template, print_table
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
+from prime_rl.orchestrator.rollouts.trace import TokenTrace
 from prime_rl.orchestrator.scores import unscored_line
 from prime_rl.run.evaluations import Candidate, Following, check_settings, find_candidates, save_settings, settings_of
 from prime_rl.run.lock import run_lock
@@ -27,7 +28,7 @@ SETTINGS = {"model": "tiny", "sampling": {"top_p": None}, "environments": {"a": 
 def result(number: int, reward: float = 1.0, step: int = 0) -> Result:
     completion = [{"role": "assistant", "content": "naïve ∛"}]
     rollout = Rollout(
-        ExampleRef("a", 0), reward, [], 1.0, step, usage_output_tokens=3, prompt=[], completion=completion
+        ExampleRef("a", 0), reward, TokenTrace(), 1.0, step, usage_output_tokens=3, prompt=[], completion=completion
     )
     return Result.from_rollout(Key(step, "a", 0, number), rollout, seconds=0.5)
 

@@ -91,7 +91,7 @@ class Result:
     """Tracebacks of failed reward functions, by name."""
     prompt_id: str = ""
     """Id of the prompt, independent of its row. Empty in results of earlier versions."""
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """The tools that the model was offered."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
