@@ -198,7 +198,7 @@ def _starting(candidates: Sequence[Answer], begun: str) -> list[Answer]:
 
 
 _BASH_BREAKS = re.compile(r".*[\"'@><=;|&(:]", re.DOTALL)
-"""Where bash begins a word, whatever a program takes for one."""
+"""Characters after which bash begins a new word. Programs may split words differently."""
 _BASH_SPECIAL = re.compile(r"([^\w@%+=:,./~-])")
 
 

@@ -196,7 +196,7 @@ SURPLUS = "beyond --per-prompt"
 
 
 _RENDERING = ("tools", "chat_template_kwargs")
-"""What the prompt was rendered with, besides its messages."""
+"""Arguments of the chat template besides the messages."""
 
 
 @dataclass(slots=True)

@@ -429,7 +429,7 @@ def _run_on_hosts(inputs: JobInputs, paths: MlPaths, run: str, local_disk: Path,
     hosts = Hosts(inputs.hosts, inputs.current_host, shared / "hosts", env, ray_port)
     if not hosts.leads:
         return hosts.follow()
-    # While hosts join there is no child to pass it to.
+    # No child has started yet while hosts join.
     signal.signal(signal.SIGTERM, end)
     secrets = resolved(inputs.secrets)
     argv = driver_argv(inputs, paths, shared / "run", hosts.ray_address)

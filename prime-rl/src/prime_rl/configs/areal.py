@@ -492,7 +492,7 @@ RecoverMode = Literal["disabled", "off", "on", "auto", "resume", "fault"]
 Launcher = Literal["local", "ray", "slurm"]
 
 RESUME_STEPS = {"on": AUTO, "auto": AUTO, "resume": LATEST}
-"""What each mode of recovery sets `ckpt.resume_step` to. The others leave it."""
+"""`ckpt.resume_step` for each mode of recovery. Other modes leave the key alone."""
 _KEYS: Mapping[str, Callable[[AllocationMode, int], Keys]] = {"sft": sft_keys, "rl": rl_keys}
 _CHECKPOINTS = {"sft": ("ckpt",), "rl": ("ckpt", "trainer.ckpt")}
 _ABSENT = object()
@@ -504,7 +504,7 @@ def _parsed(text: str) -> str:
 
 
 class RecoverConfig(BaseConfig):
-    """What a start does with the checkpoints of its run, and how often a run that fails is started again."""
+    """How a start uses the checkpoints of its run, and how often a failed run is started again."""
 
     mode: RecoverMode = "disabled"
     """`auto` and `on` continue from the newest checkpoint if there is one. `resume` requires one. `fault` continues

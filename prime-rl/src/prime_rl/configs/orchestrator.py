@@ -155,7 +155,7 @@ FilterConfig = Annotated[GibberishFilterConfig | RepetitionFilterConfig, Field(d
 
 
 class KeepRolloutsConfig(BaseConfig):
-    """Which rollouts stay on disk, in `RUN/samples`: some of each step, and all of evaluations."""
+    """Rollouts that stay on disk in `RUN/samples`: some of each step, and all of the evaluations."""
 
     per_step: Count = 32
     """Rollouts of each step, in whole groups: one at random, the worst, the best, and more at random. One group is kept

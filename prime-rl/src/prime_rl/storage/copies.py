@@ -173,7 +173,7 @@ class PlaceLock:
                     self.on_loss()
             elif error.code in MISSING:  # somebody has deleted it: the next beat writes it again
                 self._etag = None
-            # Otherwise S3 is away for now, which the uploads tell.
+            # Otherwise S3 does not answer for now; the uploads report that.
 
     def _who_took_it(self) -> str | None:
         """None if it is still ours: the answer to an earlier write was lost."""

@@ -60,7 +60,7 @@ class ChatSpans:
     ) -> None:
         self.tokenizer = tokenizer
         self.trained_roles = trained_roles
-        # A variable of the template hides the global function that gives the present day.
+        # A variable of this name hides the template's global function, which returns today's date.
         self._clock: dict[str, Any] = {} if today is None else {"strftime_now": today.strftime}
         special: set[str] = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)"
