@@ -202,21 +202,33 @@ def test_a_wrong_spec_is_one_line(functions: str, pool: RewardPool, specs: list[
 
 
 def test_shared_pools_end_with_their_last_user() -> None:
-    one, other = shared_pool(1), shared_pool(1)
+    workers = 3  # environments of other tests may hold the pool of the usual size
+    one, other = shared_pool(workers), shared_pool(workers)
     assert one is other
     one.describe("json:loads").result()
-    (worker,) = one.processes()
+    running = set(one.processes())
+    assert running
     release(one)
-    assert one.processes() == [worker]
+    assert running <= set(one.processes())
     mine = RewardPool(1)
     rewards = build(["json:loads"], pool=mine)
     rewards.close()
     assert mine.processes(), "a pool of the caller's own is the caller's to close"
     mine.close()
-    assert shared_pool(1) is one
+    assert shared_pool(workers) is one
     release(one)
     release(other)
     assert one.processes() == []
+
+
+def test_a_worker_finds_modules_of_a_folder_that_was_added_after_its_start(
+    tmp_path: Path, pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.describe("json:loads").result()
+    (tmp_path / "added_later.py").write_text("def one(): return 1.0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool.describe("added_later:one").result()
+    assert pool.call("added_later:one", {}, 60.0).result() == 1.0
 
 
 def test_at_its_limit_a_function_of_ones_own_fails_and_a_known_one_is_worth_0(functions: str, pool: RewardPool) -> None:

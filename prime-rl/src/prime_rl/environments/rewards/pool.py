@@ -65,7 +65,8 @@ class RewardPool:
 
         The future has the result of `worker.describe`, or raises RewardError.
         """
-        return self._submit(path, {"do": "describe", "fn": path, "args": args or {}}, self.start_limit_s)
+        request = {"do": "describe", "fn": path, "args": args or {}, "sys_path": _sys_path()}
+        return self._submit(path, request, self.start_limit_s)
 
     def call(self, path: str, given: dict[str, Any], timeout_s: float) -> Future[float]:
         """Call a function. The future has its value, or raises RewardTimeout or RewardError.
@@ -165,8 +166,7 @@ class _Slot(threading.Thread):
             return None if self._is_closed else self.process
         self._kill()
         command = [sys.executable, "-m", "prime_rl.environments.rewards.worker"]
-        # The worker finds every module that this process can import, such as those in an environment's folder.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(_sys_path())}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=env)
         self.process, self._imported = process, set()
@@ -180,7 +180,7 @@ class _Slot(threading.Thread):
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            send(process.stdin.fileno(), encode({"do": "import", "fn": path}))
+            send(process.stdin.fileno(), encode({"do": "import", "fn": path, "sys_path": _sys_path()}))
             receive(process.stdout.fileno(), time.monotonic() + self._pool.start_limit_s)
         except (Ended, TimeoutError):
             get_logger().warning(f"a reward worker ended while it imported {path!r}")
@@ -202,6 +202,14 @@ class _Slot(threading.Thread):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         return status
+
+
+def _sys_path() -> list[str]:
+    """Folders in which a worker looks for modules: those of this process, an environment's folder among them.
+
+    Each first import sends them too: an environment that is loaded after the worker started adds its own.
+    """
+    return [each for each in sys.path if each]
 
 
 @contextlib.contextmanager

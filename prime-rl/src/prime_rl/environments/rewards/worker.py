@@ -52,6 +52,7 @@ def main() -> None:
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
     try:
+        _extend_sys_path(request.get("sys_path", []))
         function = load(request["fn"], warm=request["do"] != "call")
         if request["do"] == "import":
             return {"value": 0.0}
@@ -64,6 +65,14 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": one_line(error, MAX_ERROR_CHARS), "traceback": ""}
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
         return {"error": one_line(error, MAX_ERROR_CHARS), "traceback": traceback.format_exc()[-MAX_TRACEBACK_CHARS:]}
+
+
+def _extend_sys_path(folders: list[str]) -> None:
+    """Put folders that the pool's process has added to its `sys.path` since this worker started before the others."""
+    new = [each for each in folders if each not in sys.path]
+    sys.path[:0] = new
+    if new:
+        importlib.invalidate_caches()
 
 
 # Loading a function, and matching arguments to its signature. `building` does the same for functions in its process.
