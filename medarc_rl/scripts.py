@@ -37,7 +37,7 @@ def _main_of(program: str) -> None:
         return
     set_home()
     handler = signal.getsignal(signal.SIGINT)
-    start_program()
+    start_program(launches=True)
     main = importlib.import_module(f"medarc_rl.{program}").main
     # Commands catch KeyboardInterrupt, which only the first handler raises.
     signal.signal(signal.SIGINT, handler)

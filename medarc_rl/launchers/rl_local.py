@@ -44,7 +44,7 @@ def rl_local(
 
 
 def main() -> None:
-    start_program()
+    start_program(launches=True)
     config = parse_argv_or_exit(RLConfig)
     raise SystemExit(in_batch_job(lambda: rl_local(config)))
 

@@ -23,7 +23,7 @@ def sft_local(config: SFTConfig, bin_dir: Path | None = None, on_ready: Callable
 
 
 def main() -> None:
-    start_program()
+    start_program(launches=True)
     config = parse_argv_or_exit(SFTConfig)
     raise SystemExit(in_batch_job(lambda: sft_local(config)))
 

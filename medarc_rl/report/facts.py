@@ -192,7 +192,9 @@ def machine_tables(runs: Sequence[RunHistory]) -> list[Table]:
 
 def _machine_rows(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     gib = machine.get("memory_bytes")
-    yield "processor", f"{machine.get('cpu', '?')}, {machine.get('cpu_count', '?')} cores"
+    cores, usable = machine.get("cpu_count", "?"), machine.get("usable_cpus")
+    kept = f", {usable} usable" if usable not in (None, cores) else ""
+    yield "processor", f"{machine.get('cpu', '?')}, {cores} cores{kept}"
     if isinstance(gib, int | float):
         yield "memory", f"{gib / 2**30:,.0f} GiB"
     gpus = machine.get("gpus")

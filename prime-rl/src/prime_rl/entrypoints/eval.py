@@ -18,7 +18,7 @@ from prime_rl.watch.screens import eval_screen
 
 def main() -> None:
     """`eval @ eval.toml`. Exits with 0 if every candidate was evaluated completely."""
-    start_program()
+    start_program(launches=True)
     raise SystemExit(run(parse_argv_or_exit(OfflineEvalConfig)))
 
 

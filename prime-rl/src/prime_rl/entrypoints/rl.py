@@ -23,7 +23,7 @@ from prime_rl.watch.screens import rl_screen
 
 def main() -> None:
     """`rl @ rl.toml`. Exits with 0 if orchestrator and trainer both succeed, or after a dry run."""
-    start_program()
+    start_program(launches=True)
     raise SystemExit(until_done(partial(start, RLConfig, run), lambda line: sys.stderr.write(f"warning: {line}\n")))
 
 

@@ -20,7 +20,7 @@ from prime_rl.watch.screens import sft_screen
 
 def main() -> None:
     """`sft @ sft.toml`. Exits with 0 if training succeeds, or after a dry run."""
-    start_program()
+    start_program(launches=True)
     raise SystemExit(until_done(partial(start, SFTConfig, run), lambda line: sys.stderr.write(f"warning: {line}\n")))
 
 

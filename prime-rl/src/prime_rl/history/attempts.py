@@ -15,6 +15,7 @@ from typing import Any
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.gpus import machine_gpus
+from prime_rl.utils.limits import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ def machine_facts(directory: Path) -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "usable_cpus": usable_cpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpu_names() if machine_gpus() else [],
         "python": platform.python_version(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from itertools import chain, islice
 
 from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.gpus import MASK_VARIABLE
+from prime_rl.utils.limits import THREADS_VARIABLE
 
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 
 _SPINS = "2000"
@@ -93,11 +92,6 @@ def assign_gpus(
 
 def _listed(gpus: Sequence[str]) -> str:
     return ",".join(gpus) or "none"
-
-
-def usable_cores() -> int:
-    """Number of CPU cores that this process may use; Slurm may have restricted them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_env(cores: int, processes: int, env: Mapping[str, str]) -> dict[str, str]:

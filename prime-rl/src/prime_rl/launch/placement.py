@@ -19,11 +19,12 @@ from prime_rl.launch.caches import (
     made_for,
     packages_are_compiled,
 )
-from prime_rl.launch.devices import GpuAssignment, assign_gpus, gpu_names, indices_by_uuid, processes_on, usable_cores
+from prime_rl.launch.devices import GpuAssignment, assign_gpus, gpu_names, indices_by_uuid, processes_on
 from prime_rl.launch.programs import LOOPBACK, LOOPBACK_INTERFACE, Programs
 from prime_rl.utils.engine_keys import ENGINE_KEY_VARIABLE, named_key, new_engine_key
 from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.gpus import MASK_VARIABLE, choose_device, masked_gpus, usable_gpus
+from prime_rl.utils.limits import usable_cpus
 
 
 @contextlib.contextmanager
@@ -185,7 +186,7 @@ def claimed_placement(
             device=device,
             gpus=gpus,
             gpu_indices={} if all(gpu.isdigit() for gpu in gpus.inference) else indices_by_uuid(),
-            cores=usable_cores(),
+            cores=usable_cpus(),
             env=dict(env),
             ports=ports,
             meeting_place=str(scratch / "store"),

@@ -6,6 +6,7 @@ Slow imports come after the config has been checked and stale files are deleted.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from prime_rl.run.process import end_with_launch
 from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
 from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.limits import keep_threads_to_quota
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
 from prime_rl.utils.signals import write_stacks_on_signal
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     write_text_only()
+    keep_threads_to_quota(os.environ)
     write_stacks_on_signal()
     end_with_launch()
     # Exit at once: there is nothing to save until the event loop installs its own handlers.

@@ -1,11 +1,43 @@
-"""Limits of this process: memory, which a job or a container may restrict, and open files."""
+"""Limits of this process: CPUs and memory, which a job or a container may restrict, and open files."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path, PurePosixPath
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""How many threads OpenMP starts, and with it torch, NumPy's libraries and Arrow."""
+
+
+def usable_cpus(system: Path = Path("/")) -> int:
+    """Number of CPUs that this process may use: those that it may run on, or fewer if a quota pays for fewer.
+
+    `docker --cpus` and the limits of Kubernetes leave all CPUs visible, and stop a group once it has used its share of
+    each tenth of a second. Threads above the quota then wait for each other: two on one CPU run at half the speed.
+    A part of a CPU is not counted, for the same reason. `system` is as in `usable_memory_bytes`.
+    """
+    return max(1, min([_visible_cpus(), *(int(quota) for quota in _cpu_quotas(system))]))
+
+
+def keep_threads_to_quota(env: MutableMapping[str, str]) -> None:
+    """Let this process start as many threads as a quota pays for, unless `env` sets a number.
+
+    OpenMP sees the CPUs that it may run on, but no quota. Launchers do not call it: their children would inherit it.
+    """
+    cpus = usable_cpus()
+    if THREADS_VARIABLE in env or cpus == _visible_cpus():
+        return
+    env[THREADS_VARIABLE] = str(cpus)
+    # Who has loaded torch already has read the variable.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(cpus)
+
+
+def _visible_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_memory_bytes(system: Path = Path("/")) -> int:
@@ -15,29 +47,53 @@ def usable_memory_bytes(system: Path = Path("/")) -> int:
     containers. `system` is the folder that has `proc` and in which the groups are mounted.
     """
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical_bytes, *_limits(system)])
+    return min([physical_bytes, *_memory_limits(system)])
 
 
-def _limits(system: Path) -> Iterator[int]:
-    """The limits of this process's groups, of both versions: a machine may have mounted both."""
-    mounts = list(_mounts(system))
+def _memory_limits(system: Path) -> Iterator[int]:
+    for group, version in _groups(system, "memory"):
+        # `max` means no limit. Version 1 has a number for that, above every machine's memory.
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        yield from (int(line) for line in _lines(group / name) if line.isdigit())
+
+
+def _cpu_quotas(system: Path) -> Iterator[float]:
+    """CPUs that each group pays for: the time that it may use in a period, by the length of the period."""
+    for group, version in _groups(system, "cpu"):
+        if version == 2:
+            # `50000 100000` is half a CPU; `max 100000` means no limit.
+            words = [word for line in _lines(group / "cpu.max") for word in line.split()]
+        else:
+            # -1 means no limit.
+            words = [*_lines(group / "cpu.cfs_quota_us"), *_lines(group / "cpu.cfs_period_us")]
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+            yield int(words[0]) / int(words[1])
+
+
+def _groups(system: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """This process's groups that `controller` may limit, and the groups around them, each with its version.
+
+    Of both versions: a machine may have mounted both.
+    """
+    mounts = list(_mounts(system, controller))
     for line in _lines(system / "proc/self/cgroup"):
         # `4:memory:/slurm/job_7` in version 1, `0::/slurm/job_7` in version 2.
         _, controllers, path = line.split(":", 2)
         version = 1 if controllers else 2
-        if version == 2 or "memory" in controllers.split(","):
+        if version == 2 or controller in controllers.split(","):
             for mounted_version, root, folder in mounts:
                 if version == mounted_version:
-                    yield from _limits_around(folder, _below(path, root), version)
+                    group = _below(path, root)
+                    yield from ((folder / each, version) for each in (group, *group.parents))
 
 
-def _mounts(system: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
+def _mounts(system: Path, controller: str) -> Iterator[tuple[int, PurePosixPath, Path]]:
     """Mount points of control groups: the version, and the folder of each group."""
     for line in _lines(system / "proc/self/mountinfo"):
         place, _, source = line.partition(" - ")
         root, folder = place.split()[3:5]
         kind, *_, options = source.split()
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
             yield (2 if kind == "cgroup2" else 1), PurePosixPath(root), system / folder.lstrip("/")
 
 
@@ -47,13 +103,6 @@ def _below(path: str, root: PurePosixPath) -> PurePosixPath:
     group = PurePosixPath(path)
     is_below = group.is_relative_to(root) and ".." not in group.parts
     return group.relative_to(root) if is_below else PurePosixPath()
-
-
-def _limits_around(folder: Path, group: PurePosixPath, version: int) -> Iterator[int]:
-    name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-    for each in (group, *group.parents):
-        # `max` means no limit. Version 1 has a number for that, above every machine's memory.
-        yield from (int(line) for line in _lines(folder / each / name) if line.isdigit())
 
 
 def _lines(file: Path) -> list[str]:

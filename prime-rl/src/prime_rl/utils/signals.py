@@ -11,20 +11,25 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from prime_rl.utils.limits import keep_threads_to_quota
 from prime_rl.utils.terminal import write_text_only
 
 STACKS_SIGNAL = signal.SIGUSR2
 STDERR = 2
 
 
-def start_program() -> None:
-    """Call it first in a program: Ctrl-C ends it without a traceback, and its output is text only.
+def start_program(launches: bool = False) -> None:
+    """Call it first in a program: Ctrl-C ends it without a traceback, its output is text only, and it starts no more
+    threads than a CPU quota pays for.
 
-    Where SIGINT is ignored, it stays ignored. A handler that is set later replaces this one.
+    Where SIGINT is ignored, it stays ignored. A handler that is set later replaces this one. A program that `launches`
+    others gives each its threads.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     write_text_only()
+    if not launches:
+        keep_threads_to_quota(os.environ)
 
 
 def write_stacks_on_signal() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from prime_rl.environments.rewards.wire import Ended, encode, receive, send
 from prime_rl.utils.errors import RunError
+from prime_rl.utils.limits import usable_cpus
 from prime_rl.utils.logger import get_logger
 
 START_LIMIT_S = 300.0
@@ -35,7 +36,7 @@ class RewardTimeout(RewardError):
 
 def default_workers() -> int:
     """Half of the CPUs that this process may use, 1 to 8. The inference engine and the trainer need the others."""
-    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+    return min(8, max(1, usable_cpus() // 2))
 
 
 class RewardPool:

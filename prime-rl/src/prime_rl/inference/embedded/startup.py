@@ -23,9 +23,8 @@ from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, generation_def
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.embedded.http.service import ServedModel, Service
 from prime_rl.inference.model_files import DEFAULT_MAX_RANK
-from prime_rl.launch.devices import usable_cores
 from prime_rl.run.process import wait_for_clearance
-from prime_rl.utils.limits import usable_memory_bytes
+from prime_rl.utils.limits import usable_cpus, usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 
 CPU_MEMORY_SHARE = 0.25
@@ -162,7 +161,7 @@ def _device(name: str) -> torch.device:
 
 def _use_cores_of(processes: int) -> None:
     """Use the cores of `processes` processes: the launcher assigns cores per process, and one engine replaces all."""
-    torch.set_num_threads(min(usable_cores(), processes * torch.get_num_threads()))
+    torch.set_num_threads(min(usable_cpus(), processes * torch.get_num_threads()))
 
 
 def _max_model_len(model: PreTrainedConfig, wanted: int | None) -> int:

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from prime_rl.launch.caches import cpu_allocator_env, installed_tcmalloc
-from prime_rl.launch.devices import indices_by_uuid, processes_on, usable_cores
+from prime_rl.launch.devices import indices_by_uuid, processes_on
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.launch.stalling import Observed
 from prime_rl.utils.errors import RunError
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
+from prime_rl.utils.limits import usable_cpus
 
 # The node, as its agent reports it in the first message.
 
@@ -83,7 +84,7 @@ def gathered_facts(
         named_gpus=masked_gpus(env) or (),
         gpu_indices={} if all(gpu.isdigit() for gpu in gpus) else indices_by_uuid(),
         busy_gpus=tuple(processes_on(gpus)) if gpus else (),
-        cores=usable_cores(),
+        cores=usable_cpus(),
         ports=ports,
         caches=caches,
         bytecode=bytecode,
