@@ -117,6 +117,25 @@ def test_the_rl_example_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rl_continues_the_adapter_of_sft(tmp_path: Path) -> None:
+    sft, rl = tmp_path / "sft", tmp_path / "rl"
+    shorter = ("--max-steps", 4, "--data.batch-size", 4, "--model.lora.rank", 4)
+    result = run_command("medarc_train", "sft", "@", REVERSE_TEXT / "sft_lora_cpu.toml", "--output-dir", sft, *shorter)
+    assert result.returncode == 0, result.stdout + result.stderr
+    start = ("--trainer.model.lora.path", sft, "--trainer.model.lora.rank", 4, "--max-steps", 2)
+    shorter = ("--orchestrator.batch-size", 16, "--ckpt.interval", 1)
+    words = ("medarc_train", "rl", REVERSE_TEXT / "rl_lora_cpu.toml", "--output-dir", rl, *start, *shorter)
+    result = run_command(*words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    log = RunPaths(rl).log("orchestrator").read_text(encoding="utf-8")
+    assert f"The servers loaded the first policy version, {RunPaths(rl).orchestrator.broadcast(0)}" in log
+    # The gate compares the trainer's log-probabilities of the first rollouts with the engine's.
+    assert "tokens of version 0" in result.stdout
+    result = run_command(*words[:-2], "--ckpt.interval", 1, "--max-steps", 3, "--resume", "latest")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
 def test_the_agent_of_openai_agents_trains_with_its_tool(tmp_path: Path) -> None:
     """The checkpoint that it starts from uses the tool in about two of three attempts."""
     shorter = ("--max-steps", "2", "--orchestrator.keep-rollouts.per-step", "16")

@@ -15,7 +15,8 @@ from typing import Any, Literal, TextIO
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.checks import start_faults
-from prime_rl.checks.chat_models import ADAPTER_CONFIG, ChatModel, find_chat_models, model_of_run
+from prime_rl.checks.adapters import ADAPTER_CONFIG
+from prime_rl.checks.chat_models import ChatModel, find_chat_models, model_of_run
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig

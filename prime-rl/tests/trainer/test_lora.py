@@ -173,6 +173,104 @@ def test_an_untrained_adapter_changes_nothing_and_its_initialization_is_fixed(ti
     assert 0.9 / 8 < drawn.abs().max() <= 1 / 8, "uniform in 1 / sqrt(64)"
 
 
+def peft_adapter(base: Path, directory: Path, **config: Any) -> peft.PeftModel:
+    """An adapter that PEFT has made and written, with random matrices."""
+    own = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **config}
+    model = peft.get_peft_model(own, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(directory)
+    return model
+
+
+STARTS: list[Any] = [
+    pytest.param({}, {}, id="linear-layers"),
+    pytest.param(
+        {"modules_to_save": ["model.norm"]}, {"modules_to_save": ["model.norm"]}, id="with-modules-trained-in-full"
+    ),
+    pytest.param({"use_rslora": True}, {"alpha": 16.0}, id="rslora"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), STARTS)
+def test_training_continues_peft_s_adapter(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    reference = peft_adapter(tiny_model_dir, tmp_path / "theirs", **theirs)
+    lora = {"target_modules": ["q_proj", "down_proj"], "path": str(tmp_path / "theirs"), **ours}
+    model = setup_model(config_of(tiny_model_dir, lora), mesh)
+    with torch.no_grad():
+        expected = reference(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+    written = gather_adapter(model, torch.float32).state
+    given = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("theirs", [each.values[0] for each in STARTS], ids=[each.id for each in STARTS])
+@pytest.mark.parametrize("lora", [None, {"target_modules": ["k_proj"]}], ids=["train-all", "stack"])
+def test_an_adapter_is_merged_as_by_peft(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, theirs: dict[str, Any], lora: dict[str, Any] | None
+) -> None:
+    merged = peft_adapter(tiny_model_dir, tmp_path / "theirs", **theirs).merge_and_unload()
+    config = config_of(tiny_model_dir, lora, adapter=str(tmp_path / "theirs"))
+    model = setup_model(config if lora else config.model_copy(update={"lora": None}), mesh)
+    weights = gather_weights(model, torch.float32)
+    expected = merged.state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("k_proj.lora" in name for name in names) if lora else len(names) == len(weights)
+
+
+def test_an_adapter_of_experts_continues_and_merges(moe_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    trained = train(setup_model(config_of(moe_model_dir), mesh))
+    save_adapter(gather_adapter(trained, torch.float32), tmp_path / "own")
+    continued = setup_model(config_of(moe_model_dir, {"path": str(tmp_path / "own")}), mesh)
+    assert torch.equal(logits_of(continued), logits_of(trained))
+    merged = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa", adapter=str(tmp_path / "own")), mesh)
+    for name, weight in gather_weights(trained, torch.float32).items():
+        torch.testing.assert_close(gather_weights(merged, torch.float32)[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_that_does_not_fit_is_one_line(
+    tiny_model_dir: Path, moe_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    peft_adapter(tiny_model_dir, tmp_path / "theirs", modules_to_save=["model.norm"])
+    start = str(tmp_path / "theirs")
+    faults = {
+        "has 1 tensors that this config does not train, such as model.norm.weight": config_of(
+            tiny_model_dir, {"path": start}
+        ),
+        "lora_A.weight has shape": config_of(
+            tiny_model_dir, {"path": start, "rank": 2, "modules_to_save": ["model.norm"]}
+        ),
+        "fits no weight of this model": ModelConfig(name=str(moe_model_dir), attn="sdpa", adapter=start),
+        "no such directory": ModelConfig(name=str(tiny_model_dir), attn="sdpa", adapter="outputs/none"),
+    }
+    for text, config in faults.items():
+        with pytest.raises(ModelError, match=text) as caught:
+            setup_model(config, mesh)
+        assert "\n" not in str(caught.value)
+    # PEFT unties a head that it trains in full. Its weight would replace the embeddings, too.
+    peft_adapter(tiny_model_dir, tmp_path / "head", modules_to_save=["lm_head"])
+    with pytest.raises(ModelError, match="which share their weight"):
+        setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", adapter=str(tmp_path / "head")), mesh)
+
+
+def test_modules_without_an_adapter_in_the_file_start_new(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft_adapter(tiny_model_dir, tmp_path / "theirs")
+    setup_model(config_of(tiny_model_dir, {"path": str(tmp_path / "theirs")}), mesh)
+    assert "has no adapter for 10 modules, such as model.layers.0.self_attn.k_proj" in caplog.text
+
+
 def test_only_adapters_and_modules_to_save_are_trained(tiny_model_dir: Path, mesh: Mesh) -> None:
     config = config_of(tiny_model_dir, {"target_modules": ["self_attn.q_proj"], "modules_to_save": ["model.norm"]})
     model = setup_model(config, mesh)

@@ -150,11 +150,11 @@ def batch(step: int) -> TrainingBatch:
     return TrainingBatch([sample(advantage) for advantage in (1.0, -0.5, 0.7, -1.2)], step)
 
 
-def run_rl(out: Path, model: Path, steps: range, **settings: Any) -> None:
+def run_rl(out: Path, model: Path, steps: range, path: str | None = None, **settings: Any) -> None:
     sender = setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator)
     for step in steps:
         sender.send(batch(step))
-    lora = {"rank": 4, "alpha": 16.0}
+    lora = {"rank": 4, "alpha": 16.0, "path": path}
     fixed = {"device": "cpu", "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-2}, "max_steps": steps.stop}
     model_config = {"name": str(model), "attn": "sdpa", "seq_len": 128, "lora": lora}
     train(TrainerConfig(output_dir=out, model=model_config, **fixed, **settings), RunPaths(out))
@@ -172,6 +172,27 @@ def test_rl_publishes_each_version_as_an_adapter_and_exports_it_merged(tiny_mode
     tokens = torch.arange(4, 100)[None]
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, loaded(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_rl_from_an_adapter_publishes_it_as_version_0(tiny_model_dir: Path, tmp_path: Path) -> None:
+    run_rl(tmp_path / "first", tiny_model_dir, range(1))
+    start = RunPaths(tmp_path / "first").orchestrator.broadcast(1)
+    run_rl(tmp_path / "second", tiny_model_dir, range(1), path=str(start))
+    paths = RunPaths(tmp_path / "second").orchestrator
+    assert stable_steps(paths.broadcasts) == [0, 1]
+    given, sent, trained = (
+        load_file(folder / "adapter_model.safetensors") for folder in (start, paths.broadcast(0), paths.broadcast(1))
+    )
+    assert all(torch.equal(given[name], sent[name]) for name in given)
+    assert any(not torch.equal(given[name], trained[name]) for name in given)
+
+
+def test_two_processes_continue_an_adapter_like_one(
+    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+) -> None:
+    run_sft(base, tmp_path / "first", ckpt={"weights": {"save_adapter_separately": True}})
+    base["model"]["lora"]["path"] = str(tmp_path / "first")
+    assert_two_processes_train_like_one(SFTConfig(**{**base, "output_dir": tmp_path / "second"}))
 
 
 def test_rl_resumes_bit_identically(tiny_model_dir: Path, tmp_path: Path) -> None:

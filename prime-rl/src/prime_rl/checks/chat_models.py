@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.adapters import ADAPTER_CONFIG
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import STABLE, nearest_path
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.start_dir import StartDir, looks_like_path
@@ -61,6 +62,18 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
     return None
 
 
+def adapter_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
+    """Faults of the adapters that the training starts from. `key` is that of the model."""
+    if model.adapter is not None:
+        try:
+            read_settings(adapter_folder(start.find(model.adapter)))
+        except StartFault as fault:
+            yield f"{key}.adapter = {model.adapter}: {fault}"
+    lora = model.lora
+    if lora is not None and lora.path is not None and (unfit := lora_fault(lora, start.find(lora.path))):
+        yield f"{key}.lora.path = {lora.path}: {unfit}"
+
+
 def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDir) -> Iterator[str]:
     """Faults of the tokenizer's folder and of its chat template. A model's own tokenizer shares the model's folder."""
     name = config.name or model.name
@@ -83,7 +96,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if (folder / "adapter_config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
             raise StartFault("the folder holds an adapter, not a model: give its base model") from None
         raise StartFault("the folder has no config.json") from None
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.model_files import (
+    adapter_faults,
     model_fault,
     other_token,
     rotary_choice,
@@ -300,6 +301,7 @@ def _output_faults(output_dir: Path, start: StartDir) -> Iterator[str]:
 def _trained_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
     if fault := trained_model_fault(model, start):
         yield f"{key} = {model.name}: {fault}"
+    yield from adapter_faults(key.removesuffix(".name"), model, start)
 
 
 def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:

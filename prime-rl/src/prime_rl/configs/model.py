@@ -92,6 +92,10 @@ class LoRAConfig(BaseConfig):
     modules_to_save: list[str] = Field([])
     """Modules that are trained in full: names, or regular expressions."""
 
+    path: str | None = None
+    """Adapter to continue training: a folder in PEFT's format, or the output directory of a run that kept its adapter.
+    `rank` and `alpha` must be those of the adapter. None starts a new one."""
+
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults(self._faults())
@@ -176,6 +180,10 @@ class ModelConfig(BaseModelConfig):
 
     freeze_moe_router: bool = False
     """Do not train the router of an MoE model."""
+
+    adapter: str | None = None
+    """Adapter to merge into the model before training: a folder in PEFT's format, or the output directory of a run that
+    kept its adapter. With `lora`, a new adapter is trained on the merged weights."""
 
     lora: LoRAConfig | None = None
     """Train adapters. None trains all weights."""

@@ -383,6 +383,9 @@ class OrchestratorConfig(RootConfig):
     trainer_timeout: Seconds = 86400
     """Seconds to wait for the trainer's next policy version."""
 
+    await_first_version: bool = False
+    """Whether the trainer publishes policy version 0, because it starts from an adapter. `rl` sets it."""
+
     output_dir: Path = Path("outputs/run_default")
     """The orchestrator's directory."""
 

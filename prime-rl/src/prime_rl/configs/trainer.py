@@ -257,6 +257,12 @@ def training_faults(config: Any) -> Iterator[str]:
     weights = config.ckpt.weights if config.ckpt is not None else None
     if weights is not None and weights.save_adapter_separately and config.model.lora is None:
         yield "ckpt.weights.save_adapter_separately needs model.lora"
+    if weights is not None and weights.save_adapter_separately and config.model.adapter is not None:
+        yield (
+            "ckpt.weights.save_adapter_separately with model.adapter: the new adapter belongs to the merged weights, "
+            "which are no model on their own; remove it and use the exported weights, or continue the adapter with "
+            "model.lora.path"
+        )
     yield from _step_faults(config)
     rate, min_rate = config.optim.lr, getattr(config.scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:
@@ -394,5 +400,10 @@ class TrainerConfig(RootConfig):
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
         if broadcast_nccl and self.model.lora is not None:
             yield "NCCL weight broadcast cannot send model.lora adapters: use weight_broadcast.type = 'filesystem'"
+        if self.model.adapter is not None and self.model.lora is not None:
+            yield (
+                f"model.adapter with model.lora: the engines hold model.name = {self.model.name} without the adapter; "
+                "continue it with model.lora.path, train all weights without model.lora, or merge it into a model first"
+            )
         if self.model.optim_cpu_offload and self.max_concurrent_runs > 1:
             yield f"model.optim_cpu_offload serves one run (got max_concurrent_runs = {self.max_concurrent_runs})"

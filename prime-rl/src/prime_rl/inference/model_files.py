@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -19,7 +18,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from prime_rl.utils.errors import RunError
+from prime_rl.checks.adapters import ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterSettings
+from prime_rl.utils.errors import RunError, StartFault
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -124,7 +124,7 @@ def refuse_adapter(directory: Path) -> None:
     Raises:
         WeightError: the directory holds an adapter.
     """
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         advice = "load it with /load_lora_adapter, or name weights that it is merged into"
         raise mismatch_error(directory, f"it is an adapter; {advice}")
 
@@ -137,20 +137,7 @@ def mismatch_error(directory: Path, reason: str) -> WeightError:
 DEFAULT_MAX_RANK = 16
 """Default `max_lora_rank` for both engines, taken from vLLM. Used when the config leaves it unset."""
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "modules_to_save": ([], None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "layer_replication": ([], None),
-}
-"""Accepted values of the keys in `adapter_config.json` that change what the two matrices mean."""
 
 
 class AdapterMissing(WeightError):
@@ -178,24 +165,23 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
         WeightError: the adapter is damaged, its rank exceeds `max_rank`, it uses more than plain LoRA, or it does not
             fit the base model.
     """
-    for file in (directory / _CONFIG, directory / _TENSORS):
+    for file in (directory / ADAPTER_CONFIG, directory / ADAPTER_TENSORS):
         if not file.is_file():
             raise AdapterMissing(f"adapter directory {str(directory)!r} has no {file.name}")
-    config = _read_config(directory)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise mismatch_error(directory, f"{_CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
-    if rank > max_rank:
-        raise mismatch_error(directory, f"its rank is {rank}, but this server's max_lora_rank is {max_rank}")
-    for name, supported in _SUPPORTED_VALUES.items():
-        if config.get(name, supported[0]) not in supported:
-            raise mismatch_error(directory, f"{_CONFIG} has {name} = {config[name]!r}, which is not supported")
+    try:
+        settings = AdapterSettings.of(_read_config(directory))
+    except StartFault as fault:
+        raise mismatch_error(directory, str(fault)) from fault
+    if settings.rank > max_rank:
+        raise mismatch_error(directory, f"its rank is {settings.rank}, but this server's max_lora_rank is {max_rank}")
+    if settings.modules_to_save:
+        saved = list(settings.modules_to_save)
+        raise mismatch_error(directory, f"{ADAPTER_CONFIG} has modules_to_save = {saved!r}, which is not supported")
     shapes = checkpoint_shapes(directory)
     paths = _paths(directory, shapes)
     for path in paths:
-        _check_layer(directory, path, rank, shapes, base)
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterSpec(scale, paths)
+        _check_layer(directory, path, settings.rank, shapes, base)
+    return AdapterSpec(settings.scale, paths)
 
 
 def check_name(name: str, base_model: str, loaded: Collection[str], max_loaded: int) -> None:
@@ -221,11 +207,11 @@ def check_base_version(version: int) -> None:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
-        config = json.loads((directory / _CONFIG).read_text())
+        config = json.loads((directory / ADAPTER_CONFIG).read_text())
     except (OSError, ValueError) as exc:
-        raise WeightError(f"cannot read {str(directory / _CONFIG)!r}: {exc}") from exc
+        raise WeightError(f"cannot read {str(directory / ADAPTER_CONFIG)!r}: {exc}") from exc
     if not isinstance(config, dict):
-        raise mismatch_error(directory, f"{_CONFIG} is not a JSON object")
+        raise mismatch_error(directory, f"{ADAPTER_CONFIG} is not a JSON object")
     return config
 
 
@@ -235,7 +221,7 @@ def _paths(directory: Path, shapes: Shapes) -> tuple[str, ...]:
         raise mismatch_error(directory, f"{len(odd)} tensors do not belong to a LoRA layer, such as {odd[0]}")
     paths = dict.fromkeys(match["path"] for match in matches.values() if match is not None)
     if not paths:
-        raise mismatch_error(directory, f"{_TENSORS} contains no tensors")
+        raise mismatch_error(directory, f"{ADAPTER_TENSORS} contains no tensors")
     return tuple(paths)
 
 

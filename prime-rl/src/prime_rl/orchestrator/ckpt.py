@@ -122,10 +122,13 @@ class Checkpoints:
         """Directory of a version's weights; None if they are not complete."""
         return next((path for path in self._weight_dirs(version) if (path / STABLE).is_file()), None)
 
-    async def await_weights(self, version: int, timeout_s: float | None) -> Path:
-        """Wait up to `timeout_s` for the trainer to publish the weights of a version. None does not wait.
+    async def await_weights(
+        self, version: int, timeout_s: float | None, key: str = "orchestrator.ckpt.wait_for_weights_timeout"
+    ) -> Path:
+        """Wait up to `timeout_s`, the value of `key`, for the trainer to publish a version. None does not wait.
 
-        A resumed trainer publishes its version again after it has loaded its checkpoint.
+        A resumed trainer publishes its version again after it has loaded its checkpoint. One that starts from an
+        adapter publishes version 0.
 
         Returns:
             Directory of the weights.
@@ -136,9 +139,9 @@ class Checkpoints:
         candidates = " or in ".join(str(path) for path in self._weight_dirs(version))
         wait = Wait(
             f"the weights of version {version} in {candidates}",
-            "a resumed trainer publishes them once it has loaded its checkpoint; see its log",
+            "the trainer publishes them once it has loaded them; see its log",
             timeout_s or 0,
-            "orchestrator.ckpt.wait_for_weights_timeout",
+            key,
             QUIET_S,
         )
         while (path := self.weights(version)) is None:

@@ -203,6 +203,11 @@ async def _start(
         await pool.update_weights(None)
     if config.ckpt is None or resume_step is None:
         buffer.ledger.start(0, from_bytes=0, draws=0)
+        if config.await_first_version:
+            own_beats().say("waiting for the first policy version", waits_for="trainer")
+            weights = await checkpoints.await_weights(0, config.trainer_timeout, "orchestrator.trainer_timeout")
+            await pool.update_weights(weights)
+            get_logger().info(f"The servers loaded the first policy version, {weights}")
         return Progress()
     progress, buffer_state = restore(config.ckpt, checkpoints, resume_step)
     draws = 0 if buffer_state is None else buffer_state["draws"]

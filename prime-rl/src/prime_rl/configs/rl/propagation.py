@@ -299,6 +299,9 @@ def _share_bench(run: RunTables) -> None:
 def _share_lora(run: RunTables) -> None:
     raw = run.get("trainer.model.lora")
     lora = peek(LoRAConfig, raw) if raw is not None else None
+    for key in ("trainer.model.adapter", "trainer.model.lora.path"):
+        if run.get(key) is not None:
+            run.override("orchestrator.await_first_version", True, key)
     if lora is None:
         return
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}

@@ -43,6 +43,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "*.model"),
     _rule("refused", _SHAPES, "*.model.lora"),
     _rule("applied", "", "*.model.lora.dropout"),
+    _rule("none", "the weights are those of the checkpoint", "*.model.adapter", "*.model.lora.path"),
     _rule("refused", "the checkpoint holds another model", "*.model.debug"),
     _rule("refused", "other weights would be trained", "*.model.freeze_moe_router"),
     _rule(
@@ -150,7 +151,12 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule(
         "refused", "saved examples would not be recognised", "orchestrator.buffer.hash_keys", unless="ckpt.skip_buffer"
     ),
-    _rule("none", "the weights are those of the checkpoint", "orchestrator.model.name"),
+    _rule(
+        "none",
+        "the weights are those of the checkpoint",
+        "orchestrator.model.name",
+        "orchestrator.await_first_version",
+    ),
     _rule("refused", _SHAPES, "orchestrator.model.lora.rank", "orchestrator.model.lora.alpha"),
     _rule(
         "attempt",

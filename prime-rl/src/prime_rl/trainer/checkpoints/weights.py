@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from prime_rl.checks.adapters import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_TENSORS
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.build import own_class
@@ -30,8 +31,6 @@ from prime_rl.trainer.model.lora import (
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
-ADAPTER_DIRECTORY = "lora_adapters"
-"""Directory of the adapter in an export, with `ckpt.weights.save_adapter_separately`."""
 HUB_FILE_SIZE = "5GB"
 """The hub's limit for a file of weights."""
 _GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
@@ -90,8 +89,8 @@ def save_weights(
 def save_adapter(adapter: PeftAdapter, directory: Path) -> None:
     """Write PEFT's two files into `directory`, and create it if necessary."""
     directory.mkdir(exist_ok=True)
-    _save_file(adapter.state, directory / "adapter_model.safetensors", "safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
+    _save_file(adapter.state, directory / ADAPTER_TENSORS, "safetensors")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

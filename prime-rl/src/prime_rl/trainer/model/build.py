@@ -37,7 +37,7 @@ from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
-from prime_rl.trainer.model.lora import add_adapters, log_adapters
+from prime_rl.trainer.model.lora import add_adapters, load_adapter, log_adapters, merge_into
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
@@ -259,6 +259,8 @@ def setup_model(
     # Only rank 0 reads the weights; the other ranks receive their shards from it.
     built_on = home if process.world_size == 1 else torch.device("cpu")
     full = adapt(_build_full(config, model_config, options, built_on)) if process.is_main else None
+    if full is not None and config.lora is not None and config.lora.path is not None:
+        load_adapter(full, Path(config.lora.path))
     if full is not None and process.world_size == 1:
         # Transformers decorates `to`, which hides from type checkers that it is a method.
         model = full.to(home)  # type: ignore[arg-type]
@@ -430,6 +432,8 @@ def _build_full(
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
+    if config.adapter is not None:
+        merge_into(model, Path(config.adapter))
     # Loading makes every weight a trained one, also those that the model's code declares as frozen.
     for name, declared in _build_blank(model_config, options).named_parameters():
         model.get_parameter(name).requires_grad_(declared.requires_grad)

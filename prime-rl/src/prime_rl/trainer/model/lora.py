@@ -19,13 +19,17 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
 EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -227,6 +231,103 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
         if not parameter.requires_grad and is_larger and not in_float32.search(name):
             parameter.data = parameter.data.to(compute_dtype)
     return model
+
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, path: Path) -> None:
+    """Continue the adapter at `path`: fill the adapters of the unsharded `model`, and its modules trained in full.
+
+    Modules that the file does not have start as in a new run; a warning names them.
+
+    Raises:
+        ModelError: the file holds tensors of other modules, or of other shapes.
+    """
+    folder, _, state = _read_adapter("model.lora.path", path, model)
+    fresh: list[str] = []
+    for name, tensor in _trained_tensors(model):
+        for own, part in _hub_tensors(name, tensor.detach()):
+            given = state.pop(own, None)
+            if given is None:
+                fresh.append(own.partition(".lora_")[0])
+            elif given.shape != part.shape:
+                raise ModelError(f"{folder}: {own} has shape {list(given.shape)}, and this model's {list(part.shape)}")
+            else:
+                part.copy_(given)
+    if state:
+        raise ModelError(
+            f"{folder} has {len(state)} tensors that this config does not train, such as {next(iter(state))}: name "
+            "their modules in model.lora.target_modules or model.lora.modules_to_save, or merge it with model.adapter"
+        )
+    get_logger().info(f"LoRA: continues the adapter {folder}")
+    if fresh:
+        modules = list(dict.fromkeys(fresh))
+        get_logger().warning(
+            f"{folder} has no adapter for {len(modules)} modules, such as {modules[0]}: they start new"
+        )
+
+
+@torch.no_grad()
+def merge_into(model: PreTrainedModel, path: Path) -> None:
+    """Add the adapter at `path` to the weights of the unsharded `model`, in float32, and load its modules in full.
+
+    Raises:
+        ModelError: a tensor fits no weight of the model.
+    """
+    folder, scale, state = _read_adapter("model.adapter", path, model)
+    modules = dict(model.named_modules())
+    for name in [name for name in state if name.endswith(".lora_A.weight")]:
+        a, b = state.pop(name), state.pop(name.replace(".lora_A.", ".lora_B."), None)
+        weight = _weight_at(modules, name.removesuffix(".lora_A.weight"))
+        if weight is None or b is None or (b.shape[0], a.shape[1]) != weight.shape or b.shape[1] != a.shape[0]:
+            raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
+        weight.copy_(weight.float() + b.float() @ a.float() * scale)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        if name not in parameters or parameters[name].shape != value.shape:
+            raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
+        parameters[name].copy_(value)
+    get_logger().info(f"Merged the adapter {folder} into the model")
+
+
+def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, float, dict[str, Tensor]]:
+    """The folder, the scale, and the tensors by their names in the model.
+
+    Raises:
+        ModelError: the adapter cannot be read, or changes one of two weights that the model shares.
+    """
+    try:
+        folder = adapter_folder(path)
+        scale = read_settings(folder).scale
+        tensors = load_file(folder / ADAPTER_TENSORS)
+    except (StartFault, SafetensorError, OSError) as error:
+        raise ModelError(f"{key} = {path}: {error}") from error
+    state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in (names for names in names_of.values() if len(names) > 1):
+        # PEFT trains a head in `modules_to_save` apart from the embeddings that it shares its weight with.
+        given = [state.get(name) for name in names]
+        values = [value for value in given if value is not None]
+        is_one = len(values) == len(names) and all(value.equal(values[0]) for value in values)
+        adapted = [name for name in names if f"{name.removesuffix('.weight')}.lora_A.weight" in state]
+        if adapted or (values and not is_one):
+            raise ModelError(f"{key} = {path}: it changes only one of {_listed(names)}, which share their weight")
+    return folder, scale, state
+
+
+def _weight_at(modules: Mapping[str, nn.Module], path: str) -> Tensor | None:
+    """The weight that an adapter at `path` updates: a linear layer's, or one expert's part of a stacked weight."""
+    if (module := modules.get(path)) is not None:
+        return module.weight if isinstance(module, nn.Linear) else None
+    experts, _, rest = path.rpartition(f".{_STACKED_EXPERTS}.")
+    index, _, part = rest.partition(".")
+    stacked = modules.get(f"{experts}.{_STACKED_EXPERTS}")
+    for name, parts in EXPERT_PROJECTIONS.items():
+        weight = getattr(stacked, name, None)
+        if part in parts and index.isdigit() and isinstance(weight, Tensor) and int(index) < len(weight):
+            return weight[int(index)].chunk(len(parts))[parts.index(part)]
+    return None
 
 
 def is_adapted(model: nn.Module) -> bool:

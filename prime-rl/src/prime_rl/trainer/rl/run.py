@@ -116,8 +116,10 @@ class RLTrainer:
         """
         if self.progress.step == self.config.max_steps and self.process.is_main:
             get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
-        if self.progress.step > 0:
-            self._publish()  # a resumed orchestrator waits for the current version
+        model = self.config.model
+        starts_from_adapter = model.adapter is not None or (model.lora is not None and model.lora.path is not None)
+        if self.progress.step > 0 or starts_from_adapter:
+            self._publish()  # the orchestrator waits for a version that is not the engines' own
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
             rows = self._receive()
             report = self._train_step(rows)
