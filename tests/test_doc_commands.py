@@ -180,6 +180,12 @@ def check_dry_run(kind: str, rest: Sequence[str], tmp_path: Path) -> None:
         (weights / "step_5").mkdir(parents=True)
         (weights / "step_5" / STABLE).touch()
         words[words.index("--weights-dir") + 1] = str(weights)
+    if "--trainer.model.lora.path" in words:
+        adapter = tmp_path / "adapter"
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16, "lora_alpha": 32}')
+        (adapter / "adapter_model.safetensors").touch()
+        words[words.index("--trainer.model.lora.path") + 1] = str(adapter)
     app = medarc_train.app if kind == "eval" else medarc_slurm.app
     result = CliRunner().invoke(app, [kind, *words, "--dry-run", "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
