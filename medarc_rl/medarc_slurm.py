@@ -66,8 +66,10 @@ def sft(words: list[str], options: SftOptions) -> int:
     from medarc_rl.backends.slurm.job import plan
     from medarc_rl.commands.estimating import print_sft_estimate
     from medarc_rl.deployment import training_gpus
+    from medarc_rl.utils import refuse_unstartable
 
-    _, run = plan(request)
+    job, run = plan(request)
+    refuse_unstartable(run.config, job.project_dir, is_estimate=True)
     return print_sft_estimate(run.config, training_gpus(run.config), options, in_job=True)
 
 
@@ -78,8 +80,10 @@ def rl(words: list[str], options: RlOptions) -> int:
         return medarc_submit.submit(request)
     from medarc_rl.backends.slurm.job import plan
     from medarc_rl.commands.estimating import print_rl_estimate
+    from medarc_rl.utils import refuse_unstartable
 
     job, run = plan(request)
+    refuse_unstartable(run.config, job.project_dir, is_estimate=True)
     return print_rl_estimate(run.config, job.single_gpu, options, in_job=True)
 
 

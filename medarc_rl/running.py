@@ -27,7 +27,14 @@ from medarc_rl.launchers import rl_local, sft_local
 from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
 from medarc_rl.launchers.shared_node import first_gpus, shared_node
 from medarc_rl.stored import with_local_inputs
-from medarc_rl.utils import GivenConfig, load_run, refuse_other_launcher, reporting_directory_errors, write_components
+from medarc_rl.utils import (
+    GivenConfig,
+    load_run,
+    refuse_other_launcher,
+    refuse_unstartable,
+    reporting_directory_errors,
+    write_components,
+)
 from prime_rl.checks.environments import EXAMINATION
 from prime_rl.configs.areal import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
@@ -75,10 +82,12 @@ def _start_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfi
     given = GivenConfig.read(SFTConfig, [*words, *resume_words(options.resume)])
     run = load_run(given, "sft", options.output_dir, sft_owned(given, options.gpus))
     check_one_node(run.config)
-    if options.preflight:
-        return preflight(SFT_PREFLIGHT, with_local_inputs(run.config)), ONCE
-    if options.estimate:
-        return print_sft_estimate(with_local_inputs(run.config), training_gpus(run.config), options, in_job=False), ONCE
+    if options.preflight or options.estimate:
+        config = with_local_inputs(run.config)
+        refuse_unstartable(config, is_estimate=not options.preflight)
+        if options.preflight:
+            return preflight(SFT_PREFLIGHT, config), ONCE
+        return print_sft_estimate(config, training_gpus(config), options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", given.words)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     with reporting_directory_errors():
@@ -94,11 +103,13 @@ def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]
     given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
     split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
     run = load_run(given, "rl", options.output_dir, split.owned)
-    if options.preflight:
-        return preflight(EXAMINATION, with_local_inputs(run.config).orchestrator), ONCE
     check_rl(run.config, split)
-    if options.estimate:
-        return print_rl_estimate(with_local_inputs(run.config), split.single_gpu, options, in_job=False), ONCE
+    if options.preflight or options.estimate:
+        config = with_local_inputs(run.config)
+        refuse_unstartable(config, is_estimate=not options.preflight)
+        if options.preflight:
+            return preflight(EXAMINATION, config.orchestrator), ONCE
+        return print_rl_estimate(config, split.single_gpu, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", given.words)
     gpus = first_gpus(run.config.device, split.total + frozen_gpus(run.config), os.environ)
     for line in advice(run.config, split):

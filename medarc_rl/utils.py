@@ -17,7 +17,7 @@ from medarc_rl.explain.origins import OURS, Explained, explained_config
 from medarc_rl.explain.screen import table
 from medarc_rl.explain.sources import record_origins
 from medarc_rl.migrate.draft import suggested_migrations
-from prime_rl.checks import NotInstalled, start_faults
+from prime_rl.checks import NotDownloaded, NotInstalled, start_faults
 from prime_rl.configs.areal import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
@@ -245,6 +245,19 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
         if run.resume_step is not None and (waits or run.config.storage.upload_to is not None):
             return  # what it continues from may still be written, or on S3
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
+
+
+def refuse_unstartable(config: BaseSettings, job_dir: Path | None = None, *, is_estimate: bool = False) -> None:
+    """Refuse what the run would refuse at its start, in a command that starts nothing.
+
+    An estimate does not need weights, nor packages that another machine may have.
+
+    Raises:
+        UsageError: one line for each fault.
+    """
+    tolerated = (NotDownloaded, NotInstalled) if is_estimate else ()
+    if faults := [fault for fault in start_faults(config, job_dir) if not isinstance(fault, tolerated)]:
+        raise UsageError(*faults)
 
 
 def _check_inputs(config: BaseSettings, is_here: bool) -> None:

@@ -224,12 +224,12 @@ CASES = {
     "model that reads images": Case(
         "rl",
         "--model.name Qwen/Qwen3-VL-2B-Instruct",
-        "model.name = Qwen/Qwen3-VL-2B-Instruct: models that read images are not supported yet",
+        "model.name = Qwen/Qwen3-VL-2B-Instruct: Qwen/Qwen3-VL-2B-Instruct reads images, which is not supported yet",
     ),
     "folder of a model that reads images": Case(
         "rl",
         "--model.name {dir}/model",
-        "models that read images are not supported yet",
+        "a model of type 'qwen3_vl' reads more than text, which is not supported yet: name a model for text alone",
         {
             "model/config.json": '{"model_type": "qwen3_vl", "text_config": {"vocab_size": 8}}',
             "model/tokenizer.json": "{}",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from prime_rl.checks.model_files import context_length
+from prime_rl.checks.model_files import context_length, describe
 from prime_rl.checks.start_dir import NotInstalled, StartDir, gpus_here
 from prime_rl.configs.inference import InferenceConfig
 
@@ -59,8 +59,11 @@ def has_vllm() -> bool:
     return vllm_installed() or vllm_python() is not None
 
 
-def engine_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
-    """One line for each reason why the server of a config would not start, as far as it shows without a model."""
+def engine_faults(config: InferenceConfig, start: StartDir, *, judges_model: bool = True) -> Iterator[str]:
+    """One line for each reason why the server of a config would not start, as far as it shows without a model.
+
+    Without `judges_model`, nothing is said of a model that the trainer has refused already.
+    """
     if not start.is_here and config.backend == "auto" and config.device != "cpu":
         return  # the node of the job decides
     backend, _ = choose_backend(config, has_vllm, lambda: not start.is_here or gpus_here())
@@ -68,6 +71,9 @@ def engine_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
         yield from _vllm_faults(config, start)
         return
     yield from embedded_faults(config, lambda: not start.is_here or gpus_here())
+    description = describe(config.model.name, start) if judges_model else None
+    if description is not None and (fault := description.embedded_fault(config.model.max_model_len)):
+        yield f"model.name = {config.model.name}: {fault}"
     longest, wanted = context_length(start.find(config.model.name)), config.model.max_model_len
     if fault := context_fault(wanted, longest):
         yield fault

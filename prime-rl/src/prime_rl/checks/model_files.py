@@ -10,42 +10,38 @@ from typing import Any
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
-from prime_rl.checks.start_dir import StartDir, looks_like_path
+from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.start_dir import NotDownloaded, StartDir, looks_like_path
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_WITH_IMAGES = ("qwen3_vl", "qwen/qwen3-vl")
-"""Model types and hub ids that PRIME-RL trains with images. None of their classes is a plain language model."""
+_READS_IMAGES = "qwen/qwen3-vl"
+"""Start of hub ids that PRIME-RL trains with images, in lower case. They are refused before anything is downloaded."""
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     """Why a model cannot be trained; None where that does not show before it is loaded."""
-    if fault := model_fault(model.name, start, needs_weights=not model.debug.random_init):
+    if fault := model_fault(model.name, start, needs_weights=False):
         return fault
-    folder = start.find(model.name)
-    config = read_config(folder) if folder.is_dir() else {}
-    kind = str(config.get("model_type", "")) if config else model.name.lower()
-    # Gemma 3 from 4B on nests its language part; the class that Transformers makes of it reads images.
-    nests_images = kind.startswith("gemma3") and "vision_config" in config and "num_hidden_layers" not in config
-    if kind.startswith(_WITH_IMAGES) or nests_images:
-        return "models that read images are not supported yet"
-    return quantization_fault(text_setting(config, "quantization_config"))
+    description = describe(model.name, start)
+    if description is not None and (fault := description.training_fault(model.seq_len, model.trust_remote_code)):
+        return fault
+    if model.name.lower().startswith(_READS_IMAGES):
+        return f"{model.name} reads images, which is not supported yet: name a model for text alone"
+    return None if model.debug.random_init else model_fault(model.name, start)
 
 
-def quantization_fault(settings: Any) -> str | None:
-    """Why a model with this `quantization_config` cannot be trained; None if it has none.
-
-    Its export would hold the trained weights, rounded to the quantized type without their scales.
-    """
-    if not settings:
+def describe(name: str, start: StartDir) -> ModelDescription | None:
+    """The model at `name`, a folder or a hub id in this machine's cache; None if nothing here describes it."""
+    folder = _local_folder(name, start)
+    try:
+        return None if folder is None else ModelDescription(read_config(folder))
+    except StartFault:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    how = f" ({method})" if method else ""
-    return f"its weights are quantized{how}, which training does not support: use its version in bfloat16 or float32"
 
 
 def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str | None:
@@ -55,10 +51,13 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
         return _no_folder(name, start)
     try:
         read_config(folder)
+    except StartFault as fault:
+        return str(fault)
+    try:
         if needs_weights:
             _check_weights(folder)
     except StartFault as fault:
-        return str(fault)
+        return NotDownloaded(fault)
     return None
 
 
@@ -80,7 +79,7 @@ def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDi
     if start.find(name).is_dir():
         trusted = model.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
         if not trusted and not _has_any(start.find(name), _TOKENIZERS):
-            yield f"tokenizer.name = {name}: the folder holds no tokenizer"
+            yield NotDownloaded(f"tokenizer.name = {name}: the folder holds no tokenizer")
     elif name != model.name and (fault := _no_folder(name, start)):
         yield f"tokenizer.name = {name}: {fault}"
     yield from template_faults("tokenizer.chat_template", config.chat_template, start)
@@ -109,7 +108,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def context_length(folder: Path) -> int | None:
     """The longest context of a local model folder; None if it states none, or is not such a folder."""
     try:
-        longest = text_setting(read_config(folder), "max_position_embeddings")
+        longest = ModelDescription(read_config(folder)).setting("max_position_embeddings")
     except StartFault:
         return None
     return longest if isinstance(longest, int) else None
@@ -122,17 +121,15 @@ def rotary_choice(folder: Path, longest: int | None) -> str | None:
     there is no such folder.
     """
     try:
-        config = read_config(folder)
+        setting = ModelDescription(read_config(folder)).setting
     except StartFault:
         return None
-    rope = text_setting(config, "rope_parameters") or text_setting(config, "rope_scaling") or {}
+    rope = setting("rope_parameters") or setting("rope_scaling") or {}
     kind = str(rope.get("rope_type") or rope.get("type") or "")
-    context = text_setting(config, "max_position_embeddings") or 0
+    context = setting("max_position_embeddings") or 0
     length = longest or context
     if kind in ("longrope", "su"):
-        original = rope.get("original_max_position_embeddings") or text_setting(
-            config, "original_max_position_embeddings"
-        )
+        original = rope.get("original_max_position_embeddings") or setting("original_max_position_embeddings")
         short = original is None or length <= original
         return f"{'short' if short else 'long'} factors ({kind}, up to {original} tokens)"
     return f"the base for {max(length, context)} tokens ({kind})" if "dynamic" in kind else None
@@ -144,7 +141,7 @@ def vocab_size(folder: Path) -> int:
     Raises:
         StartFault: there is no config.json, or it states no size.
     """
-    size = text_setting(read_config(folder), "vocab_size")
+    size = ModelDescription(read_config(folder)).setting("vocab_size")
     if not size:
         raise StartFault("its config.json states no vocab_size, which filters need")
     return int(size)
@@ -191,11 +188,6 @@ def _texts_by_id(folder: Path | None) -> dict[int, str]:
         return texts | {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def text_setting(config: Mapping[str, Any], key: str) -> Any:
-    """A value of a model's config; of a model with several parts, that of its language model."""
-    return config.get(key) or (config.get("text_config") or {}).get(key)
 
 
 def _check_weights(folder: Path) -> None:

@@ -131,14 +131,15 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
 
     yield from _run_faults(config.output_dir, config, start)
     yield from changed_key_faults(config.ckpt, RunPaths(start.find(config.output_dir)), compared_configs(config))
-    yield from _trained_faults("model.name", config.model, start)
+    untrained = list(_trained_faults("model.name", config.model, start))
+    yield from untrained
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from data_faults(config, start)
     if config.eval is not None:
-        yield from _evaluation_faults(config, start)
+        yield from _evaluation_faults(config, start, judges_model=not untrained)
 
 
-def _evaluation_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
+def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool) -> Iterator[str]:
     """Faults of the evaluation next to SFT."""
     from prime_rl.checks.packages import environment_faults
 
@@ -148,7 +149,7 @@ def _evaluation_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
         given = config.inference.model.chat_template
         if given != config.tokenizer.chat_template:  # which is checked already
             yield from template_faults("inference.model.chat_template", given, start)
-        yield from _server_faults(config.inference, start)
+        yield from _server_faults(config.inference, start, judges_model=judges_model)
     yield from _judge_faults("eval.judge", config.eval.judge, config.device, start)
 
 
@@ -162,7 +163,8 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     yield from changed_key_faults(trainer.ckpt, run, compared_configs(config))
     is_shared = server is not None and server.model.name == trainer.model.name
     key = "model.name" if is_shared else "trainer.model.name"
-    yield from _trained_faults(key, trainer.model, start)
+    untrained = list(_trained_faults(key, trainer.model, start))
+    yield from untrained
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
@@ -182,7 +184,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)
-        yield from _server_faults(server, start)
+        yield from _server_faults(server, start, judges_model=not (untrained and is_shared))
         yield from _rotary_faults(trainer, server, start)
 
 
@@ -257,11 +259,11 @@ def _header_faults(key: str, client: ClientConfig, start: StartDir) -> Iterator[
             yield f"{key}.headers_from_env.{name}: the environment variable {variable} is not set: export it"
 
 
-def _server_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
+def _server_faults(config: InferenceConfig, start: StartDir, *, judges_model: bool = True) -> Iterator[str]:
     """Faults of a server that belongs to a run."""
     from prime_rl.checks.engines import engine_faults
 
-    for fault in engine_faults(config, start):
+    for fault in engine_faults(config, start, judges_model=judges_model):
         yield type(fault)(f"inference: {fault}")
 
 
@@ -300,13 +302,13 @@ def _output_faults(output_dir: Path, start: StartDir) -> Iterator[str]:
 
 def _trained_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
     if fault := trained_model_fault(model, start):
-        yield f"{key} = {model.name}: {fault}"
+        yield type(fault)(f"{key} = {model.name}: {fault}")
     yield from adapter_faults(key.removesuffix(".name"), model, start)
 
 
 def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:
     if fault := model_fault(model, start):
-        yield f"{key} = {model}: {fault}"
+        yield type(fault)(f"{key} = {model}: {fault}")
 
 
 def _function_faults(key: str, import_path: str, start: StartDir, is_module_run: bool) -> Iterator[str]:

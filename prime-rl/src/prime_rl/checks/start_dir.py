@@ -18,6 +18,12 @@ class NotInstalled(str):
     __slots__ = ()
 
 
+class NotDownloaded(str):
+    """A line about a model's file that is not in its folder. An estimate reads only `config.json`, and goes on."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StartDir:
     """Directory in which the processes of a run will start; relative paths are relative to it."""

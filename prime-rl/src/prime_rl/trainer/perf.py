@@ -55,14 +55,14 @@ def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
 
     A frozen parameter counts 4 instead of 6: it gets no gradient, but passes on that of its input.
     """
-    config = model.config
+    config = model.config.get_text_config()
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     return _matrix_flops(model) + 12 * layers * heads * head_dim(model) * row_tokens
 
 
 def head_dim(model: PreTrainedModel) -> int:
     """Channels of an attention head: the config's `head_dim`, or hidden size / heads where it has none."""
-    config = model.config
+    config = model.config.get_text_config()
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

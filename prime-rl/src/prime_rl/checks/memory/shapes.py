@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
+from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.model_files import read_config
 from prime_rl.utils.errors import StartFault
 
@@ -151,8 +152,7 @@ def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StartFault: a size that every model has is missing, or a size is no number.
     """
-    inner = config.get("text_config")
-    named = {**config, **inner} if "hidden_size" not in config and isinstance(inner, dict) else dict(config)
+    named = {**config, **ModelDescription(config).language_part}
     for key, others in _REQUIRED.items():
         value = next((number(named, name) for name in (key, *others) if name in named), None)
         if value is None:

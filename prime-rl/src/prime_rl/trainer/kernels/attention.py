@@ -155,7 +155,8 @@ def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, 
     model_class = _model_class(model_config)
     if model_class is None:
         return SDPA
-    head = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    text = model_config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     is_plain = (
         model_class._supports_flash_attn
         # Set on models that need extra features of a kernel, such as learned sinks.

@@ -148,8 +148,9 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         ModelError: the model has no list of `num_hidden_layers` modules.
     """
+    layers = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
             return module
     raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.chat_templates import read_template
-from prime_rl.checks.model_files import quantization_fault
+from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.start_dir import looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
@@ -123,7 +123,7 @@ def _choose_layouts(
 
 
 def _probes(model: PreTrainedModel) -> list[list[int]]:
-    return [[_token(index, model.config.vocab_size) for index in indices] for indices in _PROBES]
+    return [[_token(index, model.config.get_text_config().vocab_size) for index in indices] for indices in _PROBES]
 
 
 def _model_logits(model: PreTrainedModel, device: torch.device, kernel: str) -> list[Tensor]:
@@ -159,7 +159,7 @@ def _match(
 
 def _last_position(model: PreTrainedModel, seq_len: int) -> int:
     """The largest position of the run. Learned position embeddings end at the model's context length."""
-    longest = getattr(model.config, "max_position_embeddings", None) or seq_len
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or seq_len
     return max(1, min(seq_len, longest) - 1)
 
 
@@ -348,7 +348,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Raises:
-        ModelError: there is no model config at `config.name`, or its weights are quantized.
+        ModelError: there is no model config at `config.name`, or its description says that it cannot be trained.
     """
     try:
         with loading_code(config.trust_remote_code):
@@ -357,13 +357,14 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
                 load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
-    if fault := quantization_fault(getattr(model_config, "quantization_config", None)):
+    description = ModelDescription(model_config.to_dict())
+    if fault := description.training_fault(config.seq_len, config.trust_remote_code):
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
-        layers = min(config.debug.num_layers, model_config.num_hidden_layers)
-        model_config.num_hidden_layers = layers
-        if getattr(model_config, "layer_types", None):
-            model_config.layer_types = model_config.layer_types[:layers]
+        text = model_config.get_text_config()
+        layers = text.num_hidden_layers = min(config.debug.num_layers, text.num_hidden_layers)
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
     return model_config
 
 

@@ -137,7 +137,7 @@ def _arranged(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Ten
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
-    hidden_size, scoring = model.config.hidden_size, scoring_of(model)
+    hidden_size, scoring = model.config.get_text_config().hidden_size, scoring_of(model)
     if SequenceBlocks in scoring.layouts:
         heads = model.config.get_text_config().num_attention_heads
         return find_sequence_blocks(input_ids_1T, position_ids_1T, heads, without_last=not uses_last)

@@ -325,7 +325,8 @@ def row_tokens(seq_len: int, model: PretrainedConfig, device: torch.device) -> i
     """Capacity of a packed row in tokens."""
     if device.type != "cpu":
         return seq_len
-    return cpu_row_tokens(seq_len, model.hidden_size, model.num_hidden_layers)
+    text = model.get_text_config()
+    return cpu_row_tokens(seq_len, text.hidden_size, text.num_hidden_layers)
 
 
 def fake_row(rng: np.random.Generator, length: int) -> MicroBatch:

@@ -194,10 +194,10 @@ def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: in
         if vocab_chunk is not None and has_plain_logits(head, model):
             product = head_product(head)
             return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, product)
-        return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.vocab_size)
+        return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.get_text_config().vocab_size)
 
     scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
-    log_vocab = math.log(model.config.vocab_size)
+    log_vocab = math.log(model.config.get_text_config().vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
     entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
     return logprobs, entropy

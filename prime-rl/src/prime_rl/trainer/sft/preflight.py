@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prime_rl.checks import refuse_unstartable
 from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.process import end_with_launch
@@ -54,6 +55,7 @@ def main() -> None:
     start_program()
     config = parse_argv_or_exit(SFTConfig)
     refuse_unbuilt(config)
+    refuse_unstartable(config)
     setup_logger("warning")
     raise SystemExit(preflight(config, Console(soft_wrap=True)))
 

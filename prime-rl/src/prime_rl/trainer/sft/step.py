@@ -84,7 +84,7 @@ def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -
     )
 
     def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
-        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.vocab_size)
+        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.get_text_config().vocab_size)
 
     return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
 

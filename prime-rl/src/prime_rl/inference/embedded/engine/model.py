@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from prime_rl.checks.model_description import DECODED_LAYERS
 from prime_rl.inference.embedded.engine.attention import ATTENTION_NAME, PromptBatch, SlotStep, register_slot_attention
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
@@ -107,7 +108,6 @@ def _is_close(ours: Tensor, own: Tensor) -> bool:
 FindCommonStart = Callable[[SequenceOf[Origin], torch.device], CommonStart | None]
 TOKENS_AT_ONCE = 256
 """Tokens of a prompt of which logits are held at once: 160 MB in float32, for a vocabulary of 152,000."""
-_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ModelRunner:
@@ -267,8 +267,8 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Run one prefill and one decode step, to allocate the slots and to check that the model is supported."""
         layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
-        if not layers <= _SUPPORTED_LAYERS:
-            unsupported = ", ".join(sorted(layers - _SUPPORTED_LAYERS))
+        if not layers <= DECODED_LAYERS:
+            unsupported = ", ".join(sorted(layers - DECODED_LAYERS))
             raise EngineError(f"the model has layers of type {unsupported}, which are not supported")
         if not self.model._supports_attention_backend:
             raise EngineError("the model has its own attention code, which is not supported")

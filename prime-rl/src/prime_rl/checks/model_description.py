@@ -1,0 +1,218 @@
+"""Describes a model from its `config.json`: its class, its language part, its towers, its kinds of layers, and why the
+trainer or the embedded engine refuses it.
+
+Start checks, estimate, trainer and engine ask the same description, so that none of them says yes where another says
+no. `prime-rl/tests/models/test_description.py` compares it with docs/models.md, which compares trainer and engine with
+Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which a model with several parts keeps the config of its language model."""
+
+_TOWERS: Mapping[str, str] = {
+    "vision": "images",
+    "visual": "images",
+    "vit": "images",
+    "vq": "images",
+    "audio": "sound",
+    "speech": "sound",
+    "codec": "sound",
+}
+"""What a part reads or writes, by the first word of its key, as in `vision_config`."""
+
+CAUSAL_FAMILIES = frozenset(
+    "afmoe apertus arcee aria_text axk1 axk2 bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet "
+    "blenderbot blenderbot-small bloom blt camembert codegen cohere cohere2 cohere2_moe cohere_compass_text cpmant "
+    "ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 electra emu3 "
+    "ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2 gemma3 "
+    "gemma3_text gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant "
+    "gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo "
+    "gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
+    "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling_text jais2 "
+    "jamba jetmoe kimi_linear laguna lfm2 lfm2_moe llama llama4 llama4_text longcat_flash mamba mamba2 marian mbart "
+    "megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral "
+    "mixtral mllama modernbert-decoder moshi mpt musicgen musicgen_melody mvp nanochat nemotron nemotron_h olmo olmo2 "
+    "olmo3 olmo_hybrid olmoe openai-gpt opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart prophetnet qwen2 "
+    "qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text "
+    "recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 solar_open "
+    "stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba "
+    "zamba2 zaya".split()
+)
+"""Model types of which Transformers has a causal language model. Asking Transformers takes seconds."""
+
+_UNTRAINED = frozenset(
+    # Their heads change the logits, or have no list of decoder blocks below them.
+    "hrm_text inkling_text llama4_text modernbert-decoder recurrent_gemma xlstm "
+    # Encoders.
+    "bert big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta roberta-prelayernorm "
+    "roc_bert roformer xlm-roberta xlm-roberta-xl xmod "
+    # Decoders of models with an encoder.
+    "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus "
+    "plbart prophetnet whisper".split()
+)
+"""Causal families that the trainer refuses; docs/models.md has the reasons."""
+
+_OWN_ATTENTION = frozenset(
+    "biogpt bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt nemotron openai-gpt rwkv stablelm xglm "
+    "xlstm".split()
+)
+"""Families whose attention is in their own code, where the embedded engine cannot put its key-value cache."""
+_OTHER_ATTENTION = frozenset(
+    "diffllama gpt_oss granite_swa granitemoe_swa hrm_text mimo_v2_flash recurrent_gemma".split()
+)
+"""Families with sinks, differences of attentions, or layers without keys and values."""
+_SOFT_CAPS = frozenset(("gemma2", "vaultgemma"))
+"""Families that cap their attention scores unless `attn_logit_softcapping` is null."""
+_HYBRIDS: Mapping[str, str] = {
+    "falcon_h1": "hybrid",
+    **dict.fromkeys(
+        "bamba falcon_mamba jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next qwen4_exp_text zamba zamba2".split(),
+        "linear_attention",
+    ),
+}
+"""The kind of layer that a family has besides attention, for configs without `layer_types`."""
+
+DECODED_LAYERS = frozenset(("full_attention", "sliding_attention"))
+"""Kinds of layers that the embedded engine decodes."""
+
+_LIST = "docs/models.md lists the models that can be trained"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as its `config.json` describes it."""
+
+    config: Mapping[str, Any]
+    """The whole `config.json`."""
+
+    @property
+    def family(self) -> str:
+        """Its `model_type`; empty if it states none."""
+        return str(self.config.get("model_type") or "")
+
+    @property
+    def class_name(self) -> str:
+        """The class that the checkpoint names, or its family."""
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else f"a model of type {self.family!r}"
+
+    @cached_property
+    def language_part(self) -> Mapping[str, Any]:
+        """The config of the language model: the whole, or the part that holds it."""
+        for key in LANGUAGE_PARTS:
+            part = self.config.get(key)
+            if isinstance(part, Mapping):
+                return ModelDescription(part).language_part
+        return self.config
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the language model is one part of several."""
+        return self.language_part is not self.config
+
+    @cached_property
+    def towers(self) -> tuple[str, ...]:
+        """Keys of the parts beside the language model, as `vision_config`."""
+        return tuple(
+            key
+            for key, part in self.config.items()
+            if isinstance(part, Mapping) and part and _reads(key) and key not in LANGUAGE_PARTS
+        )
+
+    def setting(self, key: str) -> Any:
+        """A value of the whole or, if it has none there, of the language part."""
+        return self.config.get(key) or self.language_part.get(key)
+
+    @property
+    def layer_kinds(self) -> frozenset[str]:
+        """Kinds of its layers by Transformers' names; empty if it states none."""
+        text = self.language_part
+        stated = text.get("layer_types")
+        if isinstance(stated, list) and stated:
+            return frozenset(map(str, stated))
+        # LFM2 before Transformers 5.
+        if isinstance(attending := text.get("full_attn_idxs"), list):
+            layers = text.get("num_hidden_layers")
+            return frozenset(("full_attention",) if len(attending) == layers else ("full_attention", "conv"))
+        other = _HYBRIDS.get(str(text.get("model_type")))
+        return frozenset((other,) if other else ())
+
+    def training_fault(self, seq_len: int | None = None, trusts_code: bool = False) -> str | None:
+        """Why the trainer refuses the model; None if nothing in its config says so.
+
+        `seq_len` is the run's longest sequence. A model's own code is judged when it is loaded.
+        """
+        if fault := quantization_fault(self.setting("quantization_config")):
+            return fault
+        if self.is_nested or self.towers:
+            read = " and ".join(dict.fromkeys(_reads(key) for key in self.towers)) or "more than text"
+            return f"{self.class_name} reads {read}, which is not supported yet: name a model for text alone"
+        if self._brings_code:
+            return None if trusts_code else f"{self.class_name} comes with code: set trust_remote_code = true to run it"
+        if self.family and self.family not in CAUSAL_FAMILIES:
+            return f"Transformers has no causal language model of type {self.family!r}; {_LIST}"
+        if self.family in _UNTRAINED or self._changes_with_length(seq_len):
+            long = f" for sequences of {seq_len} tokens" if self._changes_with_length(seq_len) else ""
+            return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
+        return None
+
+    def embedded_fault(self, max_model_len: int | None = None) -> str | None:
+        """Why the embedded engine refuses the model; None if nothing in its config says so."""
+        found = self._embedded_reason(max_model_len)
+        return f'the embedded engine does not run {found}: set backend = "vllm"' if found else None
+
+    def _embedded_reason(self, max_model_len: int | None) -> str | None:
+        text, family = self.language_part, str(self.language_part.get("model_type") or "")
+        if self.is_nested or self.towers:
+            return f"{self.class_name}, which reads {_reads(self.towers[0]) if self.towers else 'more than text'}"
+        if self._brings_code:
+            return None
+        if self.family and self.family not in CAUSAL_FAMILIES:
+            return f"models of type {self.family!r}, which are no causal language models in Transformers"
+        if others := self.layer_kinds - DECODED_LAYERS:
+            return f"layers of type {', '.join(sorted(others))}"
+        has_caps = family in _SOFT_CAPS and text.get("attn_logit_softcapping", True) is not None
+        mixes_windows = family == "qwen2_moe" and text.get("use_sliding_window")
+        changes = self._changes_with_length(max_model_len)
+        if family in _OWN_ATTENTION or family in _OTHER_ATTENTION or has_caps or mixes_windows or changes:
+            return f"models of type {family!r} with these settings, which have an attention of their own"
+        return None
+
+    @property
+    def _brings_code(self) -> bool:
+        """Whether only the model's own code can build it."""
+        return self.family not in CAUSAL_FAMILIES and bool(self.config.get("auto_map"))
+
+    def _changes_with_length(self, longest: int | None) -> bool:
+        """Phi-MoE scales its attention by the longest position of a batch, and so by a sequence's neighbours."""
+        if self.family != "phimoe":
+            return False
+        rope = self.setting("rope_parameters") or self.setting("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type")
+        original = rope.get("original_max_position_embeddings") or self.setting("original_max_position_embeddings")
+        return kind == "longrope" and bool(original) and (longest or self.setting("max_position_embeddings")) > original
+
+
+def quantization_fault(settings: Any) -> str | None:
+    """Why a model with this `quantization_config` cannot be trained; None if it has none.
+
+    Its export would hold the trained weights, rounded to the quantized type without their scales.
+    """
+    if not settings:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    how = f" ({method})" if method else ""
+    return f"its weights are quantized{how}, which training does not support: use its version in bfloat16 or float32"
+
+
+def _reads(key: str) -> str:
+    """What the part under a key of a config reads; empty if the key names no tower."""
+    return next((what for word, what in _TOWERS.items() if key.startswith(word) and "config" in key), "")

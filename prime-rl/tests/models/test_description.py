@@ -1,0 +1,86 @@
+"""The description of a model refuses what trainer and embedded engine refuse, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_cases import LEFT_OUT, Case, cases, tiny_config
+from model_table import outcomes_on
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from prime_rl.checks.model_description import CAUSAL_FAMILIES, ModelDescription
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/models.md is not part of an installed prime-rl")
+
+
+def described(config: PretrainedConfig, directory: Path) -> ModelDescription:
+    """As `config.json` describes it, which Transformers writes without defaults of some families."""
+    config.save_pretrained(directory)
+    return ModelDescription(json.loads((directory / "config.json").read_text()))
+
+
+def test_it_refuses_the_cases_that_the_page_says_are_refused(tmp_path: Path) -> None:
+    outcomes, different = outcomes_on(PAGE.read_text()), []
+    for case in cases():
+        config = tiny_config(case)
+        found = described(config, tmp_path)
+        of_page = [outcomes[case.name].trainer, outcomes[case.name].engine]
+        # What the trainer describes is the config that Transformers has loaded.
+        for each in (found, ModelDescription(config.to_dict())):
+            faults = [each.training_fault(case.seq_len), each.embedded_fault(case.seq_len)]
+            if [fault is not None for fault in faults] != [said.startswith("refused") for said in of_page]:
+                different.append((case.name, faults, of_page))
+    assert different == []
+
+
+def test_it_knows_the_causal_families_of_transformers() -> None:
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == CAUSAL_FAMILIES
+
+
+def test_every_family_that_reads_more_than_text_is_refused(tmp_path: Path) -> None:
+    # These three have no config without parts, and Aria's text part is a language model.
+    unmade = {"musicgen", "musicgen_melody", "vision-encoder-decoder", "aria_text"}
+    accepted = []
+    for family in {*LEFT_OUT["Models with images or sound"], *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - unmade:
+        found = described(CONFIG_MAPPING[family](), tmp_path)
+        if found.training_fault() is None or found.embedded_fault() is None:
+            accepted.append(family)
+    assert accepted == []
+    assert ModelDescription({"model_type": "musicgen"}).training_fault() is not None
+
+
+def test_a_checkpoint_as_on_the_hub_is_named_by_its_class() -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 2, "vocab_size": 8}
+    config: dict[str, Any] = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model"},
+    }
+    found = ModelDescription(config)
+    assert (found.towers, found.language_part, found.setting("vocab_size")) == (("vision_config",), text, 8)
+    assert found.training_fault() == (
+        "Gemma3ForConditionalGeneration reads images, which is not supported yet: name a model for text alone"
+    )
+    assert ModelDescription(text).training_fault() is None
+
+
+def test_a_model_with_code_is_judged_when_it_is_loaded() -> None:
+    config = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    assert "trust_remote_code" in str(ModelDescription(config).training_fault())
+    assert ModelDescription(config).training_fault(trusts_code=True) is None
+    assert "no causal language model of type 't5'" in str(ModelDescription({"model_type": "t5"}).training_fault())
+
+
+def test_lfm2_before_transformers_5_names_its_layers_with_attention() -> None:
+    config = Case("lfm2")
+    old = {"model_type": config.family, "num_hidden_layers": 4, "full_attn_idxs": [1, 3]}
+    assert ModelDescription(old).layer_kinds == {"full_attention", "conv"}
