@@ -21,6 +21,7 @@ from prime_rl.checks import NotDownloaded, NotInstalled, start_faults
 from prime_rl.configs.areal import Launcher
 from prime_rl.configs.storage import BadS3Name, S3Name, is_on_s3, work_dir_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.configs.surface.root import RootConfig
 from prime_rl.launch.restarting import launcher_fault
 from prime_rl.run.checkpoints import end_of
 from prime_rl.run.directory import (
@@ -247,7 +248,7 @@ def check_startable(run: Run[Any], dry_run: bool, job_dir: Path | None = None, w
         check_run_dir(run.paths, run.resume_step, run.config.clean_output_dir, end_of(run.config))
 
 
-def refuse_unstartable(config: BaseSettings, job_dir: Path | None = None, *, is_estimate: bool = False) -> None:
+def refuse_unstartable(config: RootConfig, job_dir: Path | None = None, *, is_estimate: bool = False) -> None:
     """Refuse what the run would refuse at its start, in a command that starts nothing.
 
     An estimate does not need weights, nor packages that another machine may have.

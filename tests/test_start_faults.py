@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -50,6 +51,21 @@ class Case:
     options: str
     fault: str
     files: Mapping[str, str] | None = None
+
+
+def model_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """A folder `model` that looks complete."""
+    return {
+        "model/config.json": json.dumps({"vocab_size": 8, **config}),
+        "model/tokenizer.json": "{}",
+        "model/model.safetensors": "",
+    }
+
+
+def nested(family: str, named: str, language_part: str) -> dict[str, str]:
+    """The same of a checkpoint that keeps its language model beside a vision tower, as on the hub."""
+    parts = {"text_config": {"model_type": language_part, "vocab_size": 8}, "vision_config": {"hidden_size": 8}}
+    return model_files({"model_type": family, "architectures": [named], **parts})
 
 
 CASES = {
@@ -236,6 +252,54 @@ CASES = {
             "model/model.safetensors": "",
         },
     ),
+    "folder of Gemma 3 with its vision tower": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "Gemma3ForConditionalGeneration reads images, which is not supported yet: name a model for text alone",
+        nested("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+    ),
+    "folder of Qwen3.5 with its vision tower": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "Qwen3_5ForConditionalGeneration reads images, which is not supported yet",
+        nested("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    ),
+    "folder of Mistral 3 with its vision tower": Case(
+        "rl",
+        "--model.name {dir}/model",
+        "Mistral3ForConditionalGeneration reads images, which is not supported yet",
+        nested("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
+    ),
+    "folder of an encoder": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "models of type 'bert' cannot be trained; docs/models.md lists the models that can be trained",
+        model_files({"model_type": "bert"}),
+    ),
+    "folder of a model with an encoder": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "Transformers has no causal language model of type 't5'",
+        model_files({"model_type": "t5"}),
+    ),
+    "folder of a model whose code is not trusted": Case(
+        "sft",
+        "--model.name {dir}/model",
+        "comes with code: set trust_remote_code = true",
+        model_files({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}),
+    ),
+    "hybrid model in the embedded engine": Case(
+        "rl",
+        "--model.name {dir}/model --inference.backend embedded",
+        'the embedded engine does not run layers of type linear_attention: set backend = "vllm"',
+        model_files({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}),
+    ),
+    "soft caps in the embedded engine": Case(
+        "rl",
+        "--model.name {dir}/model --inference.backend embedded",
+        "the embedded engine does not run models of type 'gemma2' with these settings",
+        model_files({"model_type": "gemma2"}),
+    ),
     "folder of a quantized model": Case(
         "rl",
         "--model.name {dir}/model",
@@ -250,6 +314,16 @@ CASES = {
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"
     ),
 }
+OTHER_WAYS = {
+    "run": "medarc_train",
+    "estimate": "medarc_train",
+    "preflight": "medarc_train",
+    "estimate of a job": "medarc_slurm",
+    "check": "medarc_slurm",
+}
+"""What else answers whether a config can start, besides a dry run, and the program that does."""
+DOWNLOADED = ("copy was cut short", "without a tokenizer", "without weights")
+"""Ends of cases that an estimate does not refuse: it needs no files but `config.json`."""
 PROGRAMS = ("medarc_train", "medarc_slurm", "engine")
 RUNS = [
     (program, name)
@@ -298,10 +372,10 @@ def _goes_on(name: str, program: str) -> bool:
     return name.endswith("not installed") or (program == "medarc_slurm" and name.endswith("is nowhere"))
 
 
-def run_all(root: Path, program: str, module: str, names: list[str]) -> dict[str, tuple[int, str]]:
+def run_all(root: Path, program: str, module: str, cases_words: Mapping[str, list[str]]) -> dict[str, tuple[int, str]]:
     """What each case's exit code was, and its stderr."""
     cases = root / f"{module}.json"
-    cases.write_text(json.dumps({name: words_of(root, name, program) for name in names}))
+    cases.write_text(json.dumps(cases_words))
     code = RUN_ALL.format(module=module, cases=str(cases), program=program, heavy=HEAVY)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PRIME_")}
     argv = [sys.executable, "-c", code]
@@ -316,15 +390,15 @@ def run_all(root: Path, program: str, module: str, names: list[str]) -> dict[str
 def results(root: Path) -> dict[tuple[str, str], tuple[int, str]]:
     found = {}
     for program in PROGRAMS:
-        mine = [name for of_program, name in RUNS if of_program == program]
+        mine = {name: words_of(root, name, program) for of_program, name in RUNS if of_program == program}
         if program != "engine":
             found |= {
                 (program, name): each for name, each in run_all(root, program, f"medarc_rl.{program}", mine).items()
             }
             continue
         for command in ("sft", "rl", "eval"):
-            names = [name for name in mine if CASES[name].command == command]
-            ran = run_all(root, program, f"prime_rl.entrypoints.{command}", names)
+            words = {name: each for name, each in mine.items() if CASES[name].command == command}
+            ran = run_all(root, program, f"prime_rl.entrypoints.{command}", words)
             found |= {(program, name): each for name, each in ran.items()}
     return found
 
@@ -339,6 +413,41 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert lines[0].startswith("error: ")
     assert CASES[name].fault.replace("{dir}", str(directory_of(root, name))) in lines[0]
     assert not (directory_of(root, name) / "out").exists()
+
+
+def test_every_check_and_the_run_refuse_what_a_dry_run_refuses(
+    root: Path, results: dict[tuple[str, str], tuple[int, str]]
+) -> None:
+    """All cases by all ways. A case that one of them accepts would start a run here."""
+    different = []
+    for program in ("medarc_train", "medarc_slurm"):
+        asked = {
+            f"{way}: {name}": other_words(root, name, way)
+            for way, of_program in OTHER_WAYS.items()
+            for name, case in CASES.items()
+            if of_program == program and case.command != "eval" and not is_tolerated(name, way)
+        }
+        for key, (code, said) in run_all(root, program, f"medarc_rl.{program}", asked).items():
+            name = key.partition(": ")[2]
+            dry_code, dry_said = results[program, name]
+            faults, expected = (
+                [line for line in text.splitlines() if line.startswith("error: ")] for text in (said, dry_said)
+            )
+            if (code, faults) != (dry_code, expected):
+                different.append((key, code, faults, expected))
+    assert different == []
+
+
+def other_words(root: Path, name: str, way: str) -> list[str]:
+    command, *words = (word for word in words_of(root, name, OTHER_WAYS[way]) if word != "--dry-run")
+    if way == "check":
+        return ["check", command, *words]
+    return [command, *words, *([] if way == "run" else [f"--{way.split()[0]}"])]
+
+
+def is_tolerated(name: str, way: str) -> bool:
+    """Whether an estimate, which reads only `config.json` and asks for no package, goes on."""
+    return way.startswith("estimate") and name.endswith((*DOWNLOADED, "not installed", "is nowhere"))
 
 
 @pytest.mark.slow

@@ -150,11 +150,8 @@ class ModelDescription:
 
         `seq_len` is the run's longest sequence. A model's own code is judged when it is loaded.
         """
-        if fault := quantization_fault(self.setting("quantization_config")):
+        if fault := self.parts_fault():
             return fault
-        if self.is_nested or self.towers:
-            read = " and ".join(dict.fromkeys(_reads(key) for key in self.towers)) or "more than text"
-            return f"{self.class_name} reads {read}, which is not supported yet: name a model for text alone"
         if self._brings_code:
             return None if trusts_code else f"{self.class_name} comes with code: set trust_remote_code = true to run it"
         if self.family and self.family not in CAUSAL_FAMILIES:
@@ -162,6 +159,15 @@ class ModelDescription:
         if self.family in _UNTRAINED or self._changes_with_length(seq_len):
             long = f" for sequences of {seq_len} tokens" if self._changes_with_length(seq_len) else ""
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
+        return None
+
+    def parts_fault(self) -> str | None:
+        """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""
+        if fault := quantization_fault(self.setting("quantization_config")):
+            return fault
+        if self.is_nested or self.towers:
+            read = " and ".join(dict.fromkeys(_reads(key) for key in self.towers)) or "more than text"
+            return f"{self.class_name} reads {read}, which is not supported yet: name a model for text alone"
         return None
 
     def embedded_fault(self, max_model_len: int | None = None) -> str | None:

@@ -348,7 +348,8 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Raises:
-        ModelError: there is no model config at `config.name`, or its description says that it cannot be trained.
+        ModelError: there is no model config at `config.name`, or its parts or quantized weights are not
+            supported.
     """
     try:
         with loading_code(config.trust_remote_code):
@@ -357,8 +358,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
                 load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(_load_error("model.name", config.name, error)) from error
-    description = ModelDescription(model_config.to_dict())
-    if fault := description.training_fault(config.seq_len, config.trust_remote_code):
+    if fault := ModelDescription(model_config.to_dict()).parts_fault():
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
