@@ -15,7 +15,6 @@ import pytest
 from prime_rl.configs.orchestrator import BufferConfig, EnvConfig, OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.environments.agents import context
-from prime_rl.environments.agents.attempting import Attempts
 from prime_rl.environments.agents.datasets import read_dataset
 from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, discounted, read_sequences
 from prime_rl.environments.agents.targets import BadTarget, load_target
@@ -26,6 +25,7 @@ from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampli
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.agents import AgentWorker, agent_spec, rollout_of
 from prime_rl.orchestrator.workers.environment import Environment, GroupRequest
+from prime_rl.orchestrator.workers.inside.agent import Attempts
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerProcess
 

@@ -58,7 +58,7 @@ async def asking(server: Server) -> AsyncIterator[Ask]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, http_client=http_client())
+    client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, http_client=http_client(url))
 
     async def ask(text: str, **options: Any) -> Any:
         return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **options)

@@ -60,9 +60,10 @@ def offered_arguments(judge: str | None, who: str, function: Callable[..., Any])
     if "judge_client" in names:
         from openai import AsyncOpenAI
 
+        url = found["base_url"]
         # The gateway, which is on this machine, has retried already.
         arguments["judge_client"] = AsyncOpenAI(
-            base_url=found["base_url"], api_key=key, max_retries=0, timeout=None, http_client=http_client()
+            base_url=url, api_key=key, max_retries=0, timeout=None, http_client=http_client(url)
         )
     return arguments
 

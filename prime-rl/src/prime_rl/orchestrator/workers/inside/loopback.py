@@ -1,4 +1,4 @@
-"""HTTP/1.1 to the proxy of the same machine, for the `openai` client.
+"""HTTP/1.1 to the proxy of the same machine, for the `openai` client and httpx.
 
 httpx's own connections cost more than the rest of a request: for each one, it looks at all connections of its pool.
 """
@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 64 << 10
 
 
-def http_client() -> Any:
-    """A client for `AsyncOpenAI(http_client=...)`, with the httpx that the installed `openai` uses."""
+def http_client(base_url: str) -> Any:
+    """A client for `AsyncOpenAI(http_client=...)`, with the httpx that the installed `openai` uses.
+
+    Requests to the host of `base_url` go through `Loopback`, others through httpx's own connections.
+    """
     from openai import DefaultAsyncHttpxClient
 
     base = next(each for each in DefaultAsyncHttpxClient.__mro__ if each.__name__ == "AsyncClient")
     httpx = importlib.import_module(base.__module__.partition(".")[0])
-    transport: Any = Loopback(httpx)
-    return DefaultAsyncHttpxClient(transport=transport, timeout=None)
+    parts, transport = urlsplit(base_url), cast("Any", Loopback(httpx))
+    mounts = {f"{parts.scheme}://{parts.netloc}": transport}
+    return DefaultAsyncHttpxClient(mounts=mounts, timeout=None, trust_env=False)
 
 
 class Loopback:

@@ -27,7 +27,7 @@ class Clients:
         from openai import AsyncOpenAI
 
         self._client = AsyncOpenAI(
-            base_url=base_url, api_key=NO_SESSION, max_retries=2, timeout=TIMEOUT_S, http_client=http_client()
+            base_url=base_url, api_key=NO_SESSION, max_retries=2, timeout=TIMEOUT_S, http_client=http_client(base_url)
         )
 
     def of_session(self, key: str) -> Any:
