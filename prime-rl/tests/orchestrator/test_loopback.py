@@ -11,8 +11,10 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
+from openai.types.chat import ChatCompletionMessage
 
 from prime_rl.orchestrator.workers.inside.loopback import http_client
+from prime_rl.orchestrator.workers.inside.model_client import quick
 
 PATH = "/v1/chat/completions"
 
@@ -22,10 +24,12 @@ class Server:
 
     def __init__(self) -> None:
         self.connections: set[Any] = set()
+        self.bodies: list[dict[str, Any]] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.connections.add(request.transport)
-        text = (await request.json())["messages"][0]["content"]
+        self.bodies.append(await request.json())
+        text = self.bodies[-1]["messages"][0]["content"]
         if text == "hangs":
             await asyncio.Event().wait()
         if text == "cuts":
@@ -58,10 +62,11 @@ async def asking(server: Server) -> AsyncIterator[Ask]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, http_client=http_client(url))
+    client = quick(openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, http_client=http_client(url)))
 
-    async def ask(text: str, **options: Any) -> Any:
-        return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **options)
+    async def ask(text: str, *others: Any, **options: Any) -> Any:
+        messages = [{"role": "user", "content": text}, *others]
+        return await client.chat.completions.create(model="m", messages=messages, **options)
 
     yield ask
     await runner.cleanup()
@@ -101,3 +106,21 @@ async def test_a_refusal_a_cut_and_a_time_limit_are_errors_and_the_next_request_
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         assert (await ask("hello")).choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"role": "assistant", "content": "4"},
+        {"role": "assistant", "content": [{"type": "text", "text": "4"}]},
+        ChatCompletionMessage(role="assistant", content="4"),
+    ],
+    ids=["text", "parts", "an object of openai"],
+)
+async def test_messages_arrive_as_they_were_given(said: Any) -> None:
+    server = Server()
+    async with asking(server) as ask:
+        await ask("2 + 2?", said, temperature=0.5, extra_headers={"X-Extra": "1"})
+        expected = said if isinstance(said, dict) else {"role": "assistant", "content": "4"}
+        messages = [{"role": "user", "content": "2 + 2?"}, expected]
+        assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.5}]

@@ -19,6 +19,7 @@ from prime_rl.environments.agents.returns import BadTensors, InvalidReward, chec
 from prime_rl.environments.agents.targets import CLIENTS, BadTarget, Target, accepted, load_target, needs_client
 from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, offered_arguments
 from prime_rl.orchestrator.workers.inside.loopback import http_client
+from prime_rl.orchestrator.workers.inside.model_client import quick
 from prime_rl.orchestrator.workers.inside.serving import Ending, Unusable
 from prime_rl.utils.errors import one_line
 
@@ -111,13 +112,16 @@ class Attempts:
     def _client(self, session: Mapping[str, Any]) -> AsyncOpenAI:
         from openai import AsyncOpenAI
 
-        return AsyncOpenAI(
-            base_url=session["base_url"],
-            api_key=session["api_key"],
-            max_retries=0,
-            timeout=session["timeout_s"],
-            http_client=self._http_client(session),
+        client: AsyncOpenAI = quick(
+            AsyncOpenAI(
+                base_url=session["base_url"],
+                api_key=session["api_key"],
+                max_retries=0,
+                timeout=session["timeout_s"],
+                http_client=self._http_client(session),
+            )
         )
+        return client
 
     def _http_client(self, session: Mapping[str, Any]) -> DefaultAsyncHttpxClient:
         # The session limits the time. All attempts share the connections to the proxy.
