@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from medarc_rl.completion.hooks import Shell, hook, install
 from medarc_rl.errors import NothingToDo, UsageError
-from prime_rl.utils.errors import NotPrivate, PrimeError
+from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.private import home_directory
 
 if TYPE_CHECKING:
@@ -198,9 +198,9 @@ class OneLineErrors(TyperGroup):
             faults, code = error.faults, error.exit_code
         except OSError as error:
             # A file of another user's, say, or a folder in the place of a file, wherever a command reads.
-            if error.filename is None and not isinstance(error, NotPrivate):
+            if error.filename is None:
                 raise
-            faults, code = (f"{error.filename}: {error.strerror}" if error.filename else str(error),), 1
+            faults, code = (f"{error.filename}: {error.strerror}",), 1
         # Typer's own errors about options have no more specific public class.
         except typer.TyperException as error:
             said = " ".join(error.format_message().split())

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -283,6 +284,40 @@ async def test_a_refused_request_is_the_environments_own_and_failures_may_be_tol
         with pytest.raises(openai.APIStatusError):
             await ask(opened)
         assert opened.lost.done()
+
+
+async def test_bodies_that_are_no_chat_and_what_is_not_http_are_refused_in_one_line(
+    played: PlayedJudge, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "prime_rl")
+    messages = [{"role": "user", "content": "a"}]
+    cases = {
+        b"": "messages: a list of messages, and at least one",
+        b"[1]": "the body must be a JSON object",
+        b'{"messages": NaN}': "the body is not JSON: ",
+        b'{"messages": ["a"]}': "messages: a list of messages, and at least one",
+        json.dumps({"messages": messages * 5000}).encode(): "messages: 5000 entries; at most 4096 are allowed",
+        json.dumps({"messages": messages, "stream": [1]}).encode(): "stream: not supported",
+        b'{"messages":[' + b"{}," * 600_000 + b"{}]}": "the body has 600005 opening brackets and quotation marks",
+    }
+    with gateway(played) as opened:
+        url = f"{opened.base_url('grader')}/chat/completions"
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {opened.key}"}) as http:
+            for body, message in cases.items():
+                async with http.post(url, data=body) as response:
+                    shown = (await response.json())["error"]["message"]
+                assert (response.status, shown[: len(message)]) == (400, message)
+        for head, status in (
+            (b"GET / HTTP/9.9", b" 400 "),
+            (b"nonsense", b" 400 "),
+            (b"GET /grader/v1/models HTTP/1.1", b" 401 "),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
+            writer.write(head + b"\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+            assert status in await reader.readline()
+            writer.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("judges: a malformed request was refused: ")
 
 
 async def test_only_max_concurrent_requests_run_at_once_and_only_with_the_key(played: PlayedJudge) -> None:

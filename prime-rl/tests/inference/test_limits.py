@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from prime_rl.inference.protocol import MAX_BODY_BYTES, MAX_CHARS_PER_TOKEN, MAX_ENTRIES, MAX_INT64, MAX_MARKS
+from prime_rl.inference.protocol import MAX_BODY_BYTES, MAX_CHARS_PER_TOKEN, MAX_ENTRIES, MAX_INT64
+from prime_rl.utils.http_server import MAX_MARKS
 
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/tokens"
 MESSAGE = {"role": "user", "content": "Hi"}

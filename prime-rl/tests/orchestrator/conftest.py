@@ -123,7 +123,10 @@ class PolicyServer:
         self.tokenized.append(body)
         if self.tokenize_refusal is not None:
             return _error(*self.tokenize_refusal)
-        ids = render(body["messages"], body.get("add_generation_prompt", True))
+        try:
+            ids = render(body["messages"], body.get("add_generation_prompt", True))
+        except (KeyError, TypeError) as error:
+            return _error(400, f"malformed: {error!r}")
         return JSONResponse({"count": len(ids), "max_model_len": 1024, "tokens": ids})
 
     async def _update_weights(self, request: Request) -> JSONResponse:
@@ -164,7 +167,10 @@ class PolicyServer:
             return _error(404, f"the model {body['model']} does not exist")
         if self.page is not None:
             return HTMLResponse(self.page)
-        response = JSONResponse(self._completion(body))
+        try:
+            response = JSONResponse(self._completion(body))
+        except (AttributeError, KeyError, TypeError) as error:
+            return _error(400, f"malformed: {error!r}")
         self.answers.append(bytes(response.body))
         return response
 

@@ -195,3 +195,100 @@ async def test_a_page_in_place_of_a_completion_is_the_servers_error_for_the_agen
         status, answer = await agent.ask()
     assert (status, answer["error"]["type"]) == (502, "server_error")
     assert "<html>Bad gateway</html>" in answer["error"]["message"]
+
+
+WRONG: list[Any] = [True, -1, 1.5, 10**30, "x", "", [], [1], [[]], ["x"], [{}], {}, {"a": [1]}, {"name": [1]}]
+ITEM = {"type": "message", "role": "user", "content": "hello"}
+CALL = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "seen"}
+TOKENS = {"input_ids": [1, 2]}
+# Route, whole body, fields that no body needs.
+DOORS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("chat/completions", {"messages": HELLO}, ("n", "max_tokens", "max_completion_tokens", "stop", "stream_options",
+     "chat_template_kwargs", "tools", "tool_choice", "response_format", "parallel_tool_calls", "logprobs")),
+    ("responses", {"input": [ITEM]}, ("instructions", "previous_response_id", "conversation", "max_output_tokens",
+     "tools", "tool_choice", "text", "metadata", "temperature", "parallel_tool_calls", "chat_template_kwargs")),
+    ("rl/generate", TOKENS, ("max_new_tokens", "stop", "stop_token_ids")),
+    ("rl/set_reward", {"reward": 1.0}, ("completion_id", "choice")),
+]  # fmt: skip
+
+
+def wrong_bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Every field of every route with values of other types, and every field of an item of the responses API."""
+    cases = [
+        (route, {**body, name: wrong}) for route, body, more in DOORS for name in (*body, *more) for wrong in WRONG
+    ]
+    for item in (ITEM, CALL, OUTPUT):
+        cases += [("responses", {"input": [ITEM, {**item, name: wrong}]}) for name in item for wrong in WRONG]
+    parts = [{"type": wrong, "text": wrong} for wrong in WRONG]
+    cases += [("responses", {"input": [{**ITEM, "content": [part]}]}) for part in parts]
+    cases += [("chat/completions", {"messages": [{"role": wrong, "content": wrong}]}) for wrong in WRONG]
+    return cases
+
+
+async def test_no_field_of_a_wrong_type_is_a_fault_of_ours(policy_server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "prime_rl")
+    faults, refused = [], 0
+    async with agent_of(policy_server) as agent:
+        headers = {"Authorization": f"Bearer {agent.session.key}"}
+        for route, body in wrong_bodies():
+            agent.session.num_asked = 0
+            async with agent._http.post(f"{agent._url}/{route}", json=body, headers=headers) as response:
+                text = await response.text()
+            refused += response.status == 400
+            is_one_line = response.status == 200 or "\\n" not in text
+            if response.status not in (200, 400, 404, 429) or not is_one_line:
+                faults.append((route, body, response.status, text[:100]))
+    assert (faults, caplog.records) == ([], [])
+    assert refused > 100
+
+
+async def test_what_a_field_must_be_is_said(policy_server) -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("responses", {"input": "a", "previous_response_id": ["x"]}, "previous_response_id: a text"),
+        ("responses", {"input": [{"type": ["x"]}]}, "input[0].type: a text"),
+        ("responses", {"input": [{**CALL, "arguments": {}}]}, "input[0].arguments: a text"),
+        ("responses", {"input": [{"content": "a"}]}, "input[0].role: missing"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": "9"}, "max_tokens: a whole number"),
+        ("chat/completions", {"messages": HELLO * 4097}, "messages: 4097 entries; at most 4096 are allowed"),
+        ("responses", {"input": [ITEM] * 4097}, "input: 4097 entries; at most 4096 are allowed"),
+    ]
+    async with agent_of(policy_server) as agent:
+        headers = {"Authorization": f"Bearer {agent.session.key}"}
+        for route, body, message in cases:
+            async with agent._http.post(f"{agent._url}/{route}", json=body, headers=headers) as response:
+                assert (response.status, (await response.json())["error"]["message"]) == (400, message)
+        # 1.5 million messages in 42 MB: counted before anything is parsed.
+        raw = b'{"messages":[' + b'{"role":"user","content":""},' * 1_500_000 + b"{}]}"
+        async with agent._http.post(f"{agent._url}/chat/completions", data=raw, headers=headers) as response:
+            assert (response.status, "at most 500000" in await response.text()) == (400, True)
+
+
+async def test_requests_that_are_not_http_are_one_line_in_the_log(
+    policy_server, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+    raws = [
+        b"garbage\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        head + b"Content-Length: -5\r\n\r\n",
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    ]
+    caplog.set_level("WARNING", "prime_rl")
+    async with agent_of(policy_server) as agent:
+        port = int(agent._url.split(":")[2].split("/")[0])
+        for raw in raws * 3:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(raw)
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        # A body that is compressed wrongly comes from someone with a key.
+        squeezed = {"Authorization": f"Bearer {agent.session.key}", "Content-Encoding": "gzip", "Connection": "close"}
+        async with agent._http.post(f"{agent._url}/chat/completions", data=b"abcd", headers=squeezed) as response:
+            assert response.status == 400
+        assert (await agent.ask())[0] == 200
+    (record,) = caplog.records
+    assert record.getMessage().startswith("recording proxy: a malformed request was refused: ")
+    assert record.exc_info is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,15 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(NotPrivate, match="belongs to user 65534"):
         private_directory(theirs)
+    sft = "max_steps = 1\n[model]\nname = 'a'\n[data]\nname = 'fake'\n"
+    (tmp_path / "sft.toml").write_text(sft)
+    words = [sys.executable, "-m", "prime_rl.entrypoints.sft", "@", "sft.toml", "--output_dir", "out"]
+    env = os.environ | {"PRIME_RL_RUNTIME_DIR": str(theirs)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[-1].startswith(f"error: {theirs} belongs to user 65534")) == (
+        2,
+        True,
+    )
 
 
 def test_a_link_in_place_of_a_key_file_is_not_followed(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODY_BYTES, MAX_MARKS, RequestError
+from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestError
 from prime_rl.utils.engine_keys import is_bearer
+from prime_rl.utils.http_server import marks_fault
 
 HEALTH = "/health"
 METRICS = "/metrics"
@@ -49,9 +50,6 @@ _FAULT = RequestError(
 # Closes the connection, because the body of a stranger is not read.
 _HEADERS = {"WWW-Authenticate": "Bearer", "Connection": "close"}
 _UNAUTHORIZED = JSONResponse(_FAULT.body(), HTTPStatus.UNAUTHORIZED, _HEADERS)
-
-
-_MARKS = (b"[", b"{", b'"')
 
 
 class BoundBodies:
@@ -104,10 +102,8 @@ class BoundBodies:
         except TimeoutError as exc:
             received = f"{len(body)} bytes of the body arrived within {self.timeout_s:g} s"
             raise RequestError(f"{received}, and not the rest", HTTPStatus.REQUEST_TIMEOUT) from exc
-        if (marks := sum(map(body.count, _MARKS))) > MAX_MARKS:
-            raise RequestError(
-                f"The body has {marks} opening brackets and quotation marks; at most {MAX_MARKS} are allowed"
-            )
+        if (fault := marks_fault(body)) is not None:
+            raise RequestError(fault[0].upper() + fault[1:])
         return bytes(body)
 
     def _too_large(self) -> RequestError:

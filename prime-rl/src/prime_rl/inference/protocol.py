@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from prime_rl.utils.http_server import MAX_MESSAGES
+
 # Limits on what one request may ask for. Requests beyond them are refused with status 4xx.
 
 
 MAX_BODY_BYTES = 8 << 20
-MAX_MARKS = 500_000
-"""Opening brackets and quotation marks in a body. They bound the objects, lists and strings that parsing it makes."""
 BODY_TIMEOUT_S = 60.0
 """Time for a body to arrive after its headers."""
 
@@ -42,7 +42,7 @@ MAX_ARGUMENTS = 100
 MAX_ENTRIES: Mapping[str, int] = MappingProxyType(
     {
         "prompt": 1024,
-        "messages": 4096,
+        "messages": MAX_MESSAGES,
         "tools": 1024,
         "stop": 64,
         "stop_token_ids": 1024,

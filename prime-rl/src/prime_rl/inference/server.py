@@ -81,7 +81,7 @@ def _serve_embedded(config: InferenceConfig) -> int:
         return 1
     except OSError as exc:
         _report(exc, config)
-        return 1
+        return exc.exit_code if isinstance(exc, NotPrivate) else 1
     return 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prime_rl.configs.shared import MetricsServerConfig
 from prime_rl.monitors.base import Metrics
@@ -107,7 +109,7 @@ class MetricsServer:
             key = None if config.public else named_key(METRICS_KEY_VARIABLE, os.environ) or new_engine_key()
 
         try:
-            self._server = ThreadingHTTPServer((config.host, config.port), Handler)
+            self._server = _PageServer((config.host, config.port), Handler)
         except OSError as error:
             raise RunError(f"metrics_server: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
         if Handler.key is not None and has_metrics:
@@ -154,9 +156,19 @@ def exposition(values: Mapping[str, float | str], run_values: Mapping[str, float
     return "".join(lines)
 
 
+class _PageServer(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log our own faults. A scraper that is gone before its answer is none."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            get_logger().error("metrics_server: a request failed", exc_info=error)
+
+
 class _PageHandler(BaseHTTPRequestHandler):
     pages_by_path: dict[str, bytes]
     key: str | None
+    timeout = 10.0
+    """Seconds for a request to arrive. A connection without one would keep a thread."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -77,7 +77,7 @@ def local_copy(s3: S3, listing: Listing, root: Path, say: Callable[[str], None])
         with locked_file(root / f"{listing.digest}.lock", lambda: say(f"{listing.name}: waiting for another download")):
             return _copy(s3, listing, root, say)
     except NotPrivate as error:
-        raise StorageError(f"{error}; or set {CACHE_VARIABLE} to another directory") from error
+        raise StagingRefused(f"{error}; or set {CACHE_VARIABLE} to another directory") from error
     except OSError as error:
         raise StorageError(
             f"{listing.name} cannot be stored in {root}: {error.strerror}; {CACHE_VARIABLE} names another directory"

@@ -412,7 +412,7 @@ def has_image(messages: Any) -> bool:
         return False
     contents = (message.get("content") for message in messages if hasattr(message, "get"))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(hasattr(part, "get") and part.get("type") in IMAGE_TYPES for part in parts)
+    return any(hasattr(part, "get") and str(part.get("type")) in IMAGE_TYPES for part in parts)
 
 
 def first_row_with_image(rows: Sequence[Any], prompt_of: Callable[[int], Any]) -> int | None:

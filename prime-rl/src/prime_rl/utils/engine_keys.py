@@ -94,7 +94,8 @@ def key_file(port: int, service: str = "engine") -> Path:
 def is_bearer(authorization: str, key: str) -> bool:
     """Whether the value of an Authorization header is `Bearer KEY`. Takes the same time for every wrong key."""
     scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode())
+    # aiohttp decodes bytes that are not UTF-8 to surrogates.
+    return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(errors="surrogateescape"), key.encode())
 
 
 def is_loopback(host: str) -> bool:

@@ -7,12 +7,12 @@ PrimeError               its message is enough: printed as `error: …`, one lin
 │   ├── RowFileError     a data file cannot be read as rows
 │   ├── DeviceError      GPUs, or the devices of several nodes, do not suffice
 │   ├── RunDirError      a run's directory is in use, or lacks the checkpoint, weights or settings that are asked for
-│   └── StagingRefused   an input on S3 is missing or cannot be downloaded
+│   ├── StagingRefused   an input on S3 is missing or cannot be downloaded
+│   └── NotPrivate       other users can enter a directory that should be this user's alone; also an OSError
 └── RunError             exit 1: a valid request failed
     ├── CannotStart      a process of a launch did not start
     │   └── StoppedEarly     because a signal ended the launch first: exit 128 + its number
-    ├── StorageError     S3 refused a request, or did not answer
-    └── NotPrivate       other users can enter a directory that should be this user's alone; also an OSError
+    └── StorageError     S3 refused a request, or did not answer
 
 Any other exception is a mistake of ours, or of the user's own code: exit 1, with its traceback. trainer, orchestrator
 and inference each have a module of errors of their own. A new class derives from one of the families, and exists only
@@ -103,7 +103,7 @@ class StorageError(RunError):
         """S3's code of the error, or one of ours."""
 
 
-class NotPrivate(RunError, OSError):
+class NotPrivate(UserError, OSError):
     pass
 
 

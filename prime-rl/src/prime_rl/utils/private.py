@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def set_home() -> None:
     try:
         os.environ.update(home_env(os.environ))
     except NotPrivate as error:
-        raise SystemExit(f"error: {error}") from error
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(error.exit_code) from error
 
 
 def private_directory(directory: Path) -> Path:

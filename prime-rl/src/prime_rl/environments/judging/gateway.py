@@ -32,10 +32,9 @@ from prime_rl.environments.judging.judge import (
     JudgeServer,
 )
 from prime_rl.utils.engine_keys import direct_loopback, is_bearer
+from prime_rl.utils.http_server import HOST, entries_fault, error_answer, json_object, listening
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
-CLOSE_S = 1.0
 T = TypeVar("T")
 _NO_RETRY = {"x-should-retry": "false"}
 """Stops the `openai` package from repeating requests after a 5xx: the gateway has already retried."""
@@ -116,9 +115,7 @@ class JudgeGateway:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/{judge}/v1/chat/completions", self._chat)
         app.router.add_get("/{judge}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0).start()
+        self._runner = await listening(app, "judges")
         self.port = self._runner.addresses[0][1]
 
     async def _close(self) -> None:
@@ -144,12 +141,12 @@ class JudgeGateway:
         judge = self._judge_of(request)
         if isinstance(judge, web.Response):
             return judge
-        try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError):
-            return _error(400, "the body is not JSON")
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        body = await json_object(request)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
             return _error(400, "messages: a list of messages, and at least one")
+        if (fault := entries_fault(messages, "messages")) is not None:
+            return _error(400, fault)
         if body.get("stream"):
             return _error(400, "stream: not supported, because answers are cached")
         if self.lost.done():
@@ -180,9 +177,9 @@ async def _answered(judge: Judge, body: dict[str, Any]) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "code": None}}
-    return web.json_response(body, status=status, headers=_NO_RETRY)
+    answer = error_answer(status, message)
+    answer.headers.update(_NO_RETRY)
+    return answer
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import threading
 import time
 from itertools import islice
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,11 +18,13 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.http.api import Api
 from prime_rl.inference.protocol import HEAD_TIMEOUT_S, MAX_CONNECTIONS
 from prime_rl.run.process import own_beats
+from prime_rl.utils.http_server import quiet_logger
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
 from prime_rl.utils.limits import allow_connections
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 _NUM_CANDIDATES = 32
+_LOG = quiet_logger("inference")
 
 
 class BoundedConnection(H11Protocol):
@@ -30,6 +33,10 @@ class BoundedConnection(H11Protocol):
     uvicorn has no timeout for a connection that never sends a request. If `limit_concurrency` connections are open,
     it answers every request with 503, even if all the others are idle.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _LOG
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -9,7 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-HOST = "127.0.0.1"
+from prime_rl.utils.http_server import HOST, json_object, listening
+
 MODEL = "scripted"
 MAX_CALLS = 40
 """Model calls of one rollout. An environment that asks for more does not end by itself."""
@@ -50,10 +51,8 @@ class ScriptedEngine:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/chat/completions/tokens", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
+        runner = await listening(app, "scripted engine")
         try:
-            await web.TCPSite(runner, HOST, 0).start()
             self.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
             yield
         finally:
@@ -66,11 +65,11 @@ class ScriptedEngine:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        ids = tokens_of((await request.json()).get("messages") or [])
+        ids = tokens_of((await json_object(request)).get("messages") or [])
         return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1 << 20})
 
     async def _chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = await json_object(request)
         self.num_calls += 1
         if self.num_calls > self.max_calls:
             error = {"message": f"more than {MAX_CALLS} calls in one rollout", "type": "invalid_request_error"}

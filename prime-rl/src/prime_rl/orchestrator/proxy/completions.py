@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.utils.conversations import has_image
+from prime_rl.utils.http_server import entries_fault
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -47,6 +48,8 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         Refused: the body is not a chat request, or the session has asked too often.
     """
     messages = _messages(body)
+    for name in ("n", "max_tokens", "max_completion_tokens"):
+        typed(body, name, int)
     asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
     _refuse_masks(asked, session)
     count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
@@ -110,8 +113,23 @@ def counted(session: Session, body: Mapping[str, Any], count: int = 1) -> dict[s
     return seeded_for_call(body, session.num_asked - count)
 
 
+_NAMES: Mapping[type, str] = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
+Typed = TypeVar("Typed", str, int, list[Any], dict[str, Any])
+
+
+def typed(body: Mapping[str, Any], name: str, kind: type[Typed], where: str = "") -> Typed | None:
+    """The value of a field, None if it is absent or null. Raises Refused if it has another type."""
+    value = body.get(name)
+    # JSON's true and false are no numbers.
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value
+    raise Refused(400, f"{where}{name}: {_NAMES[kind]}")
+
+
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
+    if isinstance(messages, list) and (fault := entries_fault(messages, "messages")) is not None:
+        raise Refused(400, fault)
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise Refused(400, "messages: a list of messages, and at least one")
     try:
@@ -190,7 +208,7 @@ def _request(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     prompt = body.get("input_ids")
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
         raise Refused(400, "input_ids: a list of token ids, and at least one")
-    limits = [session.sampling.get("max_completion_tokens"), body.get("max_new_tokens")]
+    limits = [session.sampling.get("max_completion_tokens"), typed(body, "max_new_tokens", int)]
     known = [limit for limit in limits if type(limit) is int]
     sent = {name: value for name, value in session.sampling.items() if name != "max_completion_tokens"}
     for name, kind in (("stop", str), ("stop_token_ids", int)):

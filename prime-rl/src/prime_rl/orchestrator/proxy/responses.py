@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prime_rl.orchestrator.proxy.completions import Refused, complete
+from prime_rl.orchestrator.proxy.completions import Refused, complete, typed
 from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.utils.http_server import entries_fault
 
 _AS_THEY_ARE = ("parallel_tool_calls", "chat_template_kwargs")
 _ECHOED = ("instructions", "metadata", "parallel_tool_calls", "previous_response_id", "temperature", "text", "top_p")
@@ -27,8 +28,8 @@ async def respond(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         Refused: the body asks for something that chat completions cannot give.
     """
     messages = [*_earlier(session, body), *_messages(body.get("input"))]
-    system = body.get("instructions")
-    shown = [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+    system = typed(body, "instructions", str)
+    shown = [{"role": "system", "content": system}, *messages] if system else messages
     completion = await complete(session, _chat_body(body, shown))
     response = _response(body, completion)
     answer = {"role": "assistant", **completion["choices"][0]["message"]}
@@ -40,25 +41,24 @@ async def respond(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
 def _earlier(session: Session, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if body.get("conversation") is not None:
         raise Refused(400, "conversation: not kept here; send the items, or previous_response_id")
-    name = body.get("previous_response_id")
+    name = typed(body, "previous_response_id", str)
     if name is None:
         return []
     if name not in session.dialogues:
-        raise Refused(404, f"previous_response_id: this session has no response {str(name)[:80]!r}")
+        raise Refused(404, f"previous_response_id: this session has no response {name[:80]!r}")
     return session.dialogues[name]
 
 
 def _chat_body(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
     chat: dict[str, Any] = {"messages": messages, **{name: body.get(name) for name in _AS_THEY_ARE}}
-    chat["max_completion_tokens"] = body.get("max_output_tokens")
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _list(body["tools"], "tools")]
+    chat["max_completion_tokens"] = typed(body, "max_output_tokens", int)
+    if tools := typed(body, "tools", list):
+        chat["tools"] = [_tool(tool) for tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     chat["tool_choice"] = choice
-    text = body.get("text")
-    form = text.get("format") if isinstance(text, Mapping) else None
+    form = (typed(body, "text", dict) or {}).get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         schema = {name: value for name, value in form.items() if name != "type"}
         form = {"type": "json_schema", "json_schema": schema}
@@ -75,36 +75,42 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise Refused(400, f"{name}: a list")
-    return value
-
-
 def _messages(given: Any) -> list[dict[str, Any]]:
     """The chat messages of a text or of input items. The calls of one answer become one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for item in _list(given, "input"):
-        if not isinstance(item, Mapping):
-            raise Refused(400, "input: a text, or a list of items")
-        kind = item.get("type", "message")
+    if not isinstance(given, list):
+        raise Refused(400, "input: a list of items, or a text")
+    if (fault := entries_fault(given, "input")) is not None:
+        raise Refused(400, fault)
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        if not isinstance(item, dict):
+            raise Refused(400, f"{where}: an item, which is an object")
+        kind = typed(item, "type", str, f"{where}.") or "message"
         if kind == "message":
-            messages.append({"role": str(item.get("role")), "content": _content(item.get("content"))})
+            messages.append({"role": _text(item, "role", where), "content": _content(item.get("content"))})
         elif kind == "function_call":
-            _add_call(messages, item)
+            _add_call(messages, item, where)
         elif kind == "function_call_output":
             output = _content(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output})
+            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
         elif kind not in _IGNORED_ITEMS:
-            raise Refused(400, f"input: items of type {str(kind)[:80]!r} are not supported")
+            raise Refused(400, f"{where}: items of type {kind[:80]!r} are not supported")
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    function = {"name": str(item.get("name")), "arguments": str(item.get("arguments"))}
-    call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    text = typed(item, name, str, f"{where}.")
+    if text is None:
+        raise Refused(400, f"{where}.{name}: missing")
+    return text
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    function = {name: _text(item, name, where) for name in ("name", "arguments")}
+    call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
@@ -116,7 +122,7 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = [
-        part.get("text", part.get("refusal")) if isinstance(part, Mapping) and part.get("type") in _TEXTS else None
+        part.get("text", part.get("refusal")) if isinstance(part, dict) and str(part.get("type")) in _TEXTS else None
         for part in content
     ]
     known = [text for text in texts if isinstance(text, str)]

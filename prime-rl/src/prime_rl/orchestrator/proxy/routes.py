@@ -26,11 +26,9 @@ from prime_rl.orchestrator.proxy.recording import Offers, Session, Sessions
 from prime_rl.orchestrator.proxy.responses import respond
 from prime_rl.orchestrator.servers.channel import OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.workers.inside.model_client import SESSION_HEADER
+from prime_rl.utils.http_server import HOST, error_answer, json_object, listening
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 << 20
-CLOSE_S = 1.0
-"""Seconds that open requests get when the proxy closes."""
 MAX_WAIT_S = 60.0
 """Longest time that a request to start a session waits for an attempt."""
 
@@ -80,15 +78,7 @@ class RecordingProxy:
             app.router.add_post(path, self._answering(answer))
         app.router.add_get("/v1/models", self._answering(_models))
         app.router.add_post("/v1/rl/start_session", _with_errors(self._start))
-        # An agent that is gone must not keep the engine busy.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, self._port).start()
-        except OSError:
-            await runner.cleanup()
-            raise
-        return runner
+        return await listening(app, "recording proxy", self._port)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -113,7 +103,7 @@ class RecordingProxy:
     async def _start(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(_key(request).encode(errors="surrogateescape"), self.starter_key.encode()):
             raise Refused(401, "starting a session needs the run's key for agents")
-        wait_s = (await _body(request)).get("wait_s", 0.0)
+        wait_s = (await json_object(request)).get("wait_s", 0.0)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise Refused(400, f"wait_s: 0 to {MAX_WAIT_S:g} seconds")
         offer = await self.offers.take(wait_s)
@@ -125,7 +115,7 @@ class RecordingProxy:
         )
 
     async def _set_reward(self, request: web.Request, session: Session) -> web.StreamResponse:
-        body = await _body(request)
+        body = await json_object(request)
         completion_id, choice = body.get("completion_id"), body.get("choice")
         if completion_id is not None and not isinstance(completion_id, str):
             raise Refused(400, "completion_id: a text")
@@ -135,7 +125,7 @@ class RecordingProxy:
         return web.json_response({"status": "ok"})
 
     async def _end(self, request: web.Request, session: Session) -> web.StreamResponse:
-        session.set_rewards((await _body(request)).get("reward"))
+        session.set_rewards((await json_object(request)).get("reward"))
         self.sessions.end(session)
         self.offers.end(session)
         return web.json_response({"status": "ok", "calls": len(session.calls)})
@@ -146,7 +136,7 @@ async def _models(request: web.Request, session: Session) -> web.StreamResponse:
 
 
 async def _chat(request: web.Request, session: Session) -> web.StreamResponse:
-    body = await _body(request)
+    body = await json_object(request)
     completion = await complete(session, body)
     if body.get("stream"):
         return await streamed(request, chat_chunks(body, completion), done=True)
@@ -154,7 +144,7 @@ async def _chat(request: web.Request, session: Session) -> web.StreamResponse:
 
 
 async def _responses(request: web.Request, session: Session) -> web.StreamResponse:
-    body = await _body(request)
+    body = await json_object(request)
     response = await respond(session, body)
     if body.get("stream"):
         return await streamed(request, response_events(response), named=True)
@@ -162,7 +152,7 @@ async def _responses(request: web.Request, session: Session) -> web.StreamRespon
 
 
 async def _generate(request: web.Request, session: Session) -> web.StreamResponse:
-    return _json(await generate(session, await _body(request)))
+    return _json(await generate(session, await json_object(request)))
 
 
 def chat_chunks(body: Mapping[str, Any], completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -244,17 +234,6 @@ def _key(request: web.Request) -> str:
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        # Stricter than `json`: what it takes can be sent on.
-        body = msgspec.json.decode(await request.read() or b"{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return body
-
-
 def _with_errors(answer: Answering) -> Answering:
     """Turn what can go wrong in a request into an OpenAI error body."""
     return partial(_answered, answer)
@@ -264,17 +243,12 @@ async def _answered(answer: Answering, request: web.Request) -> web.StreamRespon
     try:
         return await answer(request)
     except Refused as error:
-        return _error(error.status, str(error), error.code)
+        return error_answer(error.status, str(error), error.code)
     except InvalidReward as error:
-        return _error(400, str(error), "invalid_reward")
+        return error_answer(400, str(error), "invalid_reward")
     except OverlongPrompt as error:
-        return _error(400, error.message, "context_length_exceeded")
+        return error_answer(400, error.message, "context_length_exceeded")
     except ServerAnswered as error:
-        return _error(error.status, error.message)
+        return error_answer(error.status, error.message)
     except (aiohttp.ClientError, TimeoutError, MalformedRollout, msgspec.MsgspecError) as error:
-        return _error(502, f"the inference server gave no usable answer: {error}")
-
-
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": message, "type": kind, "code": code}}, status=status)
+        return error_answer(502, f"the inference server gave no usable answer: {error}")
