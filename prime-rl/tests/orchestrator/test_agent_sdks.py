@@ -113,7 +113,7 @@ async def test_a_response_continues_another_by_its_id_and_says_when_it_was_cut_o
     ("body", "says"),
     [
         ({"input": 5}, "input: a list"),
-        ({"input": [5]}, "input: a text, or a list of items"),
+        ({"input": [5]}, r"input\[0\]: an item"),
         ({"input": [{"type": "computer_call"}]}, "are not supported"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "only functions"),
         ({"input": "x", "conversation": "c"}, "conversation: not kept"),
