@@ -35,7 +35,7 @@ from medarc_rl.utils import (
     reporting_directory_errors,
     write_components,
 )
-from prime_rl.checks.environments import EXAMINATION
+from prime_rl.checks.environments import EXAMINATION, loss_faults
 from prime_rl.configs.areal import RecoverConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
@@ -108,7 +108,9 @@ def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]
         config = with_local_inputs(run.config)
         refuse_unstartable(config, is_estimate=not options.preflight)
         if options.preflight:
-            return preflight(EXAMINATION, config.orchestrator), ONCE
+            for fault in (faults := loss_faults(config.trainer)):
+                sys.stderr.write(f"error: {fault}\n")
+            return preflight(EXAMINATION, config.orchestrator) or int(bool(faults)), ONCE
         return print_rl_estimate(config, split.single_gpu, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", given.words)
     gpus = first_gpus(run.config.device, split.total + frozen_gpus(run.config), os.environ)

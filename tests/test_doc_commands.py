@@ -62,7 +62,11 @@ NOT_RUN = {
 """Programs that no test runs, and why."""
 
 
-RUN_BY = {"docs/environments.md": "tests/test_environment_page.py", "docs/s3.md": "tests/test_s3_page.py"}
+RUN_BY = {
+    "docs/environments.md": "tests/test_environment_page.py",
+    "docs/own_loss.md": "tests/test_own_loss_page.py",
+    "docs/s3.md": "tests/test_s3_page.py",
+}
 """Pages whose commands a test of their own runs."""
 
 

@@ -40,9 +40,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:\.\./)*[\w.-]+(?:/[\w.-]+)*/?")
 REPOSITORY_PATH = re.compile(r"(?<![\w./~-])(?:\.ci|benchmarks|docs|examples|medarc_rl|prime-rl)/[\w./-]*\w")
 
-MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/", "environments/dosing/")
-"""Beginnings of paths that a run writes, or that tests/test_environment_page.py takes from a page. Pages use the first
-ones for everything in a run's directory."""
+MADE_BY_A_RUN = ("OUT/", "RUN/", "outputs/", "environments/dosing/", "my_rl.py")
+"""Beginnings of paths that a run writes, or that a test takes from a page. Pages use the first ones for everything in a
+run's directory."""
 
 
 def page_id(page: Path) -> str:

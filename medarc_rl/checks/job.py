@@ -23,7 +23,7 @@ from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.data_files import find_parts
 from prime_rl.checks.disk import default_hub_cache, existing_parent, forecast_disk, size_of_folder, snapshot_in_cache
-from prime_rl.checks.environments import Place, trial_faults
+from prime_rl.checks.environments import Place, loss_faults, trial_faults
 from prime_rl.checks.memory import Gpu, parse_gpu
 from prime_rl.checks.memory.changes import verdict_line
 from prime_rl.checks.model_files import model_fault
@@ -32,6 +32,7 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig, evaluation_of
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.errors import UserError
 
 # Checks a batch job against the cluster: controller, partition, time limit, account, GPUs and their memory, sbatch.
@@ -513,8 +514,11 @@ def software_rows(config: SFTConfig | RLConfig, job: BatchJob, env: Mapping[str,
         return
     yield ok("project", f"{python} imports {launcher}")
     tried = config.orchestrator if isinstance(config, RLConfig) else evaluation_of(config)
+    place = Place(str(python), env, job.project_dir)
     if tried is not None:
-        yield from _environment_rows(tried, Place(str(python), env, job.project_dir))
+        yield from _environment_rows(tried, place)
+    if isinstance(config, RLConfig) and config.trainer.loss.type == "custom":
+        yield from _loss_rows(config.trainer, config.trainer.loss.import_path, place)
 
 
 def _container_row(container: Container) -> Row:
@@ -531,3 +535,11 @@ def _environment_rows(config: OrchestratorConfig | OfflineEvalConfig, place: Pla
     if not faults:
         names = ", ".join(dict.fromkeys(env.id for env in config.env))
         yield ok("environments", f"{names}: imported, loaded and examined")
+
+
+def _loss_rows(config: TrainerConfig, import_path: str, place: Place) -> Iterator[Row]:
+    faults = loss_faults(config, place, ENVIRONMENTS_LIMIT_S)
+    for fault in faults:
+        yield failed("loss", fault)
+    if not faults:
+        yield ok("loss", f"{import_path}: called on made-up tensors")

@@ -99,18 +99,17 @@ def test_a_module_in_folders_without_init_is_found(tmp_path: Path) -> None:
         # What these have shows only when they are imported.
         ("mine.open.loss", None),
         ("mine.broken.loss", None),
-        ("mine.nothing.loss", "no module named 'mine.nothing' here"),
+        (
+            "mine.nothing.loss",
+            "no module named 'mine.nothing': put mine/nothing.py where the run starts, or install its package",
+        ),
+        ("mine.sub.losses:loss", None),
+        ("mine.sub.losses:other", "losses.py has no other"),
     ],
 )
 def test_a_function_is_looked_for_in_the_source(package: Path, path: str, fault: str | None) -> None:
-    found = function_fault("loss.import_path", path, StartDir(package), is_module_run=True)
+    found = function_fault("loss.import_path", path, StartDir(package))
     assert (found is None) if fault is None else (found is not None and found.endswith(fault))
-
-
-def test_a_program_does_not_search_the_directory_that_it_starts_in(package: Path) -> None:
-    found = function_fault("advantage.import_path", "mine.sub.losses.loss", StartDir(package), is_module_run=False)
-    assert found is not None
-    assert "the current directory is not searched" in found
 
 
 @pytest.mark.parametrize("env_id", ["reverse-text", "reverse-text@0.1.0", "owner/reverse-text"])

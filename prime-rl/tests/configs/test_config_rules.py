@@ -86,8 +86,8 @@ def words(options: str) -> list[str]:
         ),
         (OrchestratorConfig, "client.base-url=[]", "base_url is empty: name a server"),
         (OrchestratorConfig, "client.base-url=localhost:8000", "is not a URL: write http://host:port/v1"),
-        (OrchestratorConfig, "advantage.type=custom advantage.import-path=mine", "write package.module.function"),
-        (TrainerConfig, "loss.type=custom loss.import-path=mine:loss", "is not the path of a function"),
+        (OrchestratorConfig, "advantage.type=custom advantage.import-path=mine", "write module:function"),
+        (TrainerConfig, "loss.type=custom loss.import-path=mine/loss.py:loss", "is not the path of a function"),
         (TrainerConfig, "scheduler.type=linear", "scheduler.decay_steps = 10 needs max_steps"),
         (TrainerConfig, "scheduler.type=linear max-steps=19", "do not fit into max_steps = 19"),
         (

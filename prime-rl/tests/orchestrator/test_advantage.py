@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.orchestrator import CustomAdvantageConfig, DefaultAdvantageConfig
-from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage
+from prime_rl.configs.orchestrator import CustomAdvantageConfig, DefaultAdvantageConfig, OrchestratorConfig
+from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage, try_advantage
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group
 
@@ -23,6 +23,9 @@ def bare_tensor(inputs):
 
 def list_of_numbers(inputs):
     return AdvantageOutputs(inputs.rewards.tolist())
+
+def of_other_names(inputs):
+    return AdvantageOutputs(inputs.scores)
 
 def divided_by_nothing(inputs):
     centred = inputs.rewards - inputs.rewards.mean(1, keepdim=True)
@@ -119,3 +122,33 @@ def test_an_advantage_that_is_no_number_is_an_error_with_the_rewards_of_its_grou
     config = CustomAdvantageConfig(type="custom", import_path=f"{own_module}.divided_by_nothing")
     with pytest.raises(OrchestratorError, match=r"returned \[nan, nan\] for a group with the rewards \[0.5, 0.5\]"):
         assign_advantages(groups, setup_advantage(config))
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        ("wrong_shape", r"returned advantages of shape \(1, 4\) for rewards of shape \(3, 4\)"),
+        ("bare_tensor", "returned a Tensor, not AdvantageOutputs"),
+        ("divided_by_nothing", r"returned \[nan, nan, nan, nan\] for a group with the rewards \[0.5, 0.5, 0.5, 0.5\]"),
+        ("of_other_names", r"it raised AttributeError: .*'scores' \(advantages_of_a_user.py, line 17\)"),
+        ("missing", "cannot import .*has no attribute 'missing'"),
+    ],
+)
+def test_a_custom_function_is_called_on_made_up_rewards_before_the_start(
+    own_module: str, function: str, fault: str
+) -> None:
+    with pytest.raises(OrchestratorError, match=fault) as caught:
+        try_advantage(config_with(f"{own_module}:{function}"))
+    assert str(caught.value).startswith("orchestrator.advantage.import_path")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_groups_of_equal_rewards_are_not_tried_where_the_buffer_drops_them(own_module: str) -> None:
+    try_advantage(config_with(f"{own_module}:divided_by_nothing", buffer={"drop_equal_rewards": True}))
+
+
+def config_with(import_path: str, **sections: object) -> OrchestratorConfig:
+    advantage = {"type": "custom", "import_path": import_path}
+    return OrchestratorConfig.model_validate(
+        {"advantage": advantage, "rollouts_per_example": 4, "batch_size": 8, "env": [{"id": "x"}], **sections}
+    )

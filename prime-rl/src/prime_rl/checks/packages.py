@@ -24,6 +24,7 @@ from prime_rl.environments.rows.arguments import RowsConfig, read_rows_config
 from prime_rl.interpreters import Registry, python_of, venv_of_project
 from prime_rl.utils.errors import RunError, UserError
 from prime_rl.utils.files import missing_advice
+from prime_rl.utils.imports import module_and_name
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.rows import kind_of
 
@@ -173,7 +174,7 @@ def _agent_faults(env: EnvConfig, start: StartDir) -> Iterator[str]:
         elif dataset is not None and start.lacks(dataset):
             yield f"{name} = {dataset!r}: no such file{missing_advice(dataset, start.path)}"
     for name, target in targets.items():
-        module, _, found = target.partition(":") if ":" in target else target.rpartition(".")
+        module, found = module_and_name(target)
         spec = _module_in(start.find(Path()), module)
         if name == "workflow" and (env.python is not None or env.project is not None):
             needed = module.partition(".")[0] if spec is None else "asyncio"  # a module here needs Python alone
@@ -261,19 +262,17 @@ def monitor_faults(monitor: MonitorConfig, start: StartDir) -> Iterator[str]:
                 break
 
 
-def function_fault(key: str, import_path: str, start: StartDir, is_module_run: bool) -> str | None:
-    """Why the function at `import_path` cannot be imported.
-
-    `is_module_run`: the process that imports it is started as `python -m`, which also searches the directory that it
-    starts in; a program such as `orchestrator` does not.
-    """
+def function_fault(key: str, import_path: str, start: StartDir) -> str | None:
+    """Why the function at `import_path` cannot be imported, as far as its source shows."""
     if not start.has_our_packages:
         return None
-    module, _, name = import_path.rpartition(".")
-    spec = find_module(module, start.path if is_module_run else None)
+    module, name = module_and_name(import_path)
+    spec = find_module(module, start.path)
     if spec is None:
-        where = "here" if is_module_run else "in this Python environment (the current directory is not searched)"
-        return f"{key} = {import_path!r}: no module named {module!r} {where}"
+        return (
+            f"{key} = {import_path!r}: no module named {module!r}: put {module.replace('.', '/')}.py where the run "
+            "starts, or install its package"
+        )
     if lacks_name(spec, name):
         return f"{key} = {import_path!r}: {spec.origin} has no {name}"
     return None

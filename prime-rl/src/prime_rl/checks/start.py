@@ -167,7 +167,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     yield from untrained
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.loss.type == "custom":
-        yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start, is_module_run=True)
+        yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)
     yield from _orchestrator_faults(config.orchestrator, start)
     yield from _judge_faults("judge", config.orchestrator.judge, config.device, start)
     if config.teacher_inference is not None:
@@ -210,7 +210,7 @@ def _orchestrator_faults(config: OrchestratorConfig, start: StartDir) -> Iterato
     advantage = config.advantage
     if advantage is not None and advantage.type == "custom":
         key = "orchestrator.advantage.import_path"
-        yield from _function_faults(key, advantage.import_path, start, is_module_run=False)
+        yield from _function_faults(key, advantage.import_path, start)
     is_readable = model_fault(config.model.name, start, needs_weights=False) is None
     if any(each.type == "gibberish" for each in config.filters) and is_readable:
         yield from _vocab_faults(config.model.name, start)
@@ -311,8 +311,8 @@ def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:
         yield type(fault)(f"{key} = {model}: {fault}")
 
 
-def _function_faults(key: str, import_path: str, start: StartDir, is_module_run: bool) -> Iterator[str]:
+def _function_faults(key: str, import_path: str, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.packages import function_fault
 
-    if fault := function_fault(key, import_path, start, is_module_run):
+    if fault := function_fault(key, import_path, start):
         yield fault

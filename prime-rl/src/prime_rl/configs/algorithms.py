@@ -110,7 +110,7 @@ class CustomAdvantageConfig(BaseConfig):
     """Your own function."""
 
     import_path: ImportPath
-    """Dotted path of the function, such as `package.module.name`."""
+    """The function, as `module:function`. The module is a file in the directory where the run starts, or installed."""
 
     kwargs: dict[str, Any] = Field({})
     """Keyword arguments of the function."""
@@ -216,7 +216,7 @@ class CustomLossConfig(BaseConfig):
     """Your own function."""
 
     import_path: ImportPath
-    """Dotted path of the function, such as `package.module.name`."""
+    """The function, as `module:function`. The module is a file in the directory where the run starts, or installed."""
 
     kwargs: dict[str, Any] = Field({})
     """Keyword arguments of the function."""

@@ -22,13 +22,13 @@ TEACHER_ELSEWHERE = (
 
 
 def _of_a_function(path: str) -> str:
-    if not re.fullmatch(r"[^.:/\s]+(\.[^.:/\s]+)+", path):
-        raise ValueError(f"is not the path of a function: write package.module.function (got {path!r})")
+    if not re.fullmatch(r"[^.:/\s]+(\.[^.:/\s]+)*[.:][^.:/\s]+", path):
+        raise ValueError(f"is not the path of a function: write module:function (got {path!r})")
     return path
 
 
 ImportPath = Annotated[str, AfterValidator(_of_a_function)]
-"""Dotted path of a function: `package.module.function`."""
+"""A function: `module:function` or `package.module:function`. A dot instead of the colon works too."""
 
 
 def _with_scheme(url: str) -> str:

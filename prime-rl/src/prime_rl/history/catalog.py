@@ -76,7 +76,7 @@ RL_TRAINER = (
     Metric(f"is_clipped{_STATISTICS}", "0 or 1", "per token: clipping changes its loss; not with `default`"),
     Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
     Metric(f"teacher_kl{_STATISTICS}", "nats/token", "per sequence, with teacher log-probabilities: mean of teacher - trainer log-probability"),
-    Metric("stats/<name>", "", "what a custom loss records ([monitors.md](monitors.md))"),
+    Metric("stats/<name>", "", "what a custom loss [records](own_loss.md#record-statistics)"),
     Metric("time/wait_for_batch", "s", "waiting for the orchestrator's batch"),
     Metric("time/load_data", "s", "receiving the batch's rows"),
     Metric("time/keep_logprobs", "s", "copying the log-probabilities of kept rollouts; a thread writes them"),

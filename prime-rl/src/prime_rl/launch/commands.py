@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks import start_faults
 from prime_rl.checks.disk import disk_forecast
-from prime_rl.checks.environments import trial_faults
+from prime_rl.checks.environments import loss_faults, trial_faults
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.sft import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
@@ -45,8 +45,9 @@ def _rl_faults(config: RLConfig, sharing: Sharing) -> list[str]:
     return faults or [*unbuilt_faults(config), *start_faults(config)]
 
 
-def _environment_faults(config: RLConfig) -> list[str]:
-    return trial_faults(config.orchestrator)
+def _faults_of_own_code(config: RLConfig) -> list[str]:
+    """Faults of environments, of an advantage function and of a loss."""
+    return [*trial_faults(config.orchestrator), *loss_faults(config.trainer)]
 
 
 def _sft_environment_faults(config: SFTConfig) -> list[str]:
@@ -167,7 +168,7 @@ RL: Command[RLConfig] = Command(
     _rl_faults,
     _check_run,
     _prepare_run,
-    _environment_faults,
+    _faults_of_own_code,
     _rl_notes,
     _facts,
     resume_step_of,

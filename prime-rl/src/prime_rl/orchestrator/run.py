@@ -21,7 +21,7 @@ from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, Orches
 from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.base import Heartbeat
-from prime_rl.orchestrator.batches.advantage import setup_advantage
+from prime_rl.orchestrator.batches.advantage import setup_advantage, try_advantage
 from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
 from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
@@ -70,6 +70,7 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
             f"A step has {config.batch_size} rollouts for {config.num_train_workers} trainer processes: some train on "
             "nothing; raise orchestrator.batch_size"
         )
+    try_advantage(config)
     own_beats().say("loading the environments")
     with run_judges(config.judge, RunPaths.from_orchestrator_dir(config.output_dir)) as judges:
         environments = Environments.load(config)

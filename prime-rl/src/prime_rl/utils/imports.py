@@ -1,15 +1,21 @@
-"""Prepares a process for large packages such as torch and Transformers, and speeds up their imports."""
+"""Imports functions that a config names, and makes imports of large packages such as torch faster."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
+
+from prime_rl.utils.errors import UserError, one_line
 
 KERNELS_KEPT = 128
 """Enough for the shapes of most batches: 64 were measured to be as fast, with 16 layers too."""
@@ -127,3 +133,41 @@ def import_transformers() -> None:
         import transformers.models
     finally:
         import_utils.define_import_structure = original
+
+
+def module_and_name(path: str) -> tuple[str, str]:
+    """The two parts of `module:function`; `module.function` works too."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    return module, name
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """The function that `module:function` names, in an installed package or in the directory that the run starts in.
+
+    Raises:
+        UserError: it cannot be imported, or is not a function.
+    """
+    # A program such as `orchestrator` does not search that directory by itself. It comes last, so that a file there
+    # replaces no installed module.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    module, name = module_and_name(path)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"cannot import {path!r}: {one_line(error)}{place_of(error)}") from error
+    if not callable(function):
+        raise UserError(f"{path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def place_of(error: BaseException) -> str:
+    """Where a user's code raised an error, as ` (losses.py, line 12)`. Empty if that was not in a file of the user's:
+    the innermost frame outside of installed packages, of the standard library and of ours."""
+    own = Path(__file__).resolve().parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        is_installed = "site-packages" in file.parts or file.is_relative_to(sys.base_prefix) or file.is_relative_to(own)
+        if not is_installed and file.suffix == ".py":
+            return f" ({file.name}, line {frame.lineno})"
+    return ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prime_rl.utils.errors import one_line
+from prime_rl.utils.imports import module_and_name
 
 Kind = Literal["workflow", "agent"]
 CLIENTS = ("client", "http_client")
@@ -43,7 +44,7 @@ def resolve(name: str) -> Any:
     Raises:
         BadTarget: the module cannot be imported, or has no such object.
     """
-    module_name, _, path = name.partition(":") if ":" in name else name.rpartition(".")
+    module_name, path = module_and_name(name)
     if not module_name or not path:
         raise BadTarget(f"{name!r} names no object: write module:object")
     try:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from prime_rl.utils.errors import UserError
+from prime_rl.utils.imports import module_and_name
 
 _PACKAGE = "prime_rl.environments.rewards"
 DEFAULT_TIME_LIMIT_S = 15.0
@@ -110,7 +111,7 @@ def resolve(spec: RewardSpec) -> tuple[str, float]:
         RewardFault: the name is not registered.
     """
     if not spec.is_registered:
-        module, _, function = spec.fn.rpartition(":" if ":" in spec.fn else ".")
+        module, function = module_and_name(spec.fn)
         return f"{module}:{function}", spec.timeout_s or DEFAULT_TIME_LIMIT_S
     name = ALIASES.get(spec.fn, spec.fn).replace("-", "_")
     registered = REWARDS.get(name)

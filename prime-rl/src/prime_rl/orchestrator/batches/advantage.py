@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,13 @@ from prime_rl.configs.algorithms import (
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
 from prime_rl.orchestrator.rollouts.trace import TokenTrace
+from prime_rl.utils.errors import UserError, one_line
+from prime_rl.utils.imports import import_function, place_of
 
 if TYPE_CHECKING:
     import torch
+
+    from prime_rl.configs.orchestrator import OrchestratorConfig
 
 
 AdvantageFunction = Callable[[Sequence[Group]], list[list[float]]]
@@ -56,7 +59,7 @@ def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
     if config is None:
         return raw_rewards
     if isinstance(config, CustomAdvantageConfig):
-        return partial(_call_custom, _import_function(config.import_path), config.kwargs)
+        return partial(_call_custom, _custom_function(config.import_path), config.kwargs)
     if isinstance(config, NormalizedAdvantageConfig):
         return partial(normalized, config=config)
     return length_weighted if config.length_weighted_mean else centred
@@ -178,41 +181,70 @@ def _scale(rewards: Sequence[float]) -> float:
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) + SCALE_EPS
 
 
-def _import_function(import_path: str) -> Callable[..., Any]:
-    module_name, _, name = import_path.rpartition(".")
+def _custom_function(import_path: str) -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OrchestratorError(
-            f"orchestrator.advantage.import_path: cannot import {import_path!r}: {error}"
-        ) from error
-    return function
+        return import_function(import_path)
+    except UserError as fault:
+        raise OrchestratorError(f"orchestrator.advantage.import_path: {fault}") from fault
+
+
+def try_advantage(config: OrchestratorConfig) -> None:
+    """Call a custom advantage function once on made-up rewards, so that a mistake in it shows before a model is loaded.
+
+    Raises:
+        OrchestratorError: it cannot be imported or called, or returns what cannot be trained on.
+    """
+    custom, group_size = config.advantage, config.rollouts_per_example
+    if not isinstance(custom, CustomAdvantageConfig):
+        return
+    function = _custom_function(custom.import_path)
+    key = f"orchestrator.advantage.import_path = {custom.import_path!r}"
+    rewards = [[float(at % 2) for at in range(group_size)], [float(at) for at in range(group_size)]]
+    # Most runs have groups of equal rewards, whose standard deviation is 0.
+    rewards += [] if config.buffer.drop_equal_rewards else [[0.5] * group_size]
+    lengths = [[1 + (group + at) % 4 for at in range(group_size)] for group in range(len(rewards))]
+    try:
+        _advantages(function, custom.kwargs, rewards, lengths)
+    except OrchestratorError as fault:
+        raise OrchestratorError(f"{key}: called on made-up rewards, {fault}") from fault
+    except (Exception, SystemExit) as error:
+        shape = f"[{len(rewards)}, {group_size}]"
+        raised = f"called on rewards of shape {shape}, it raised {one_line(error)}{place_of(error)}"
+        raise OrchestratorError(f"{key}: {raised}") from error
 
 
 def _call_custom(function: Callable[..., Any], kwargs: dict[str, Any], groups: Sequence[Group]) -> list[list[float]]:
-    # Torch takes more than a second to import, and only custom functions use tensors.
-    import torch
-
     if len({len(group.rollouts) for group in groups}) > 1:
         raise OrchestratorError(
             "a custom advantage function takes groups of one size; rewards of single calls, and rejected rollouts, "
             "give groups of several"
         )
-    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    lengths = torch.tensor([[rollout.completion_tokens for rollout in group.rollouts] for group in groups])
-    returned = function(AdvantageInputs(rewards, lengths), **kwargs)
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
+    lengths = [[rollout.completion_tokens for rollout in group.rollouts] for group in groups]
+    return _advantages(function, kwargs, rewards, lengths)
+
+
+def _advantages(
+    function: Callable[..., Any], kwargs: dict[str, Any], rewards: list[list[float]], lengths: list[list[int]]
+) -> list[list[float]]:
+    # Torch takes more than a second to import, and only custom functions use tensors.
+    import torch
+
+    given = torch.tensor(rewards)
+    # A copy: a function that changes its input in place must not change what it is checked against.
+    returned = function(AdvantageInputs(given.clone(), torch.tensor(lengths)), **kwargs)
     advantages = getattr(returned, "advantages", None)
     if not isinstance(advantages, torch.Tensor):
         got = returned if advantages is None else advantages
         raise OrchestratorError(
             f"the custom advantage function returned a {type(got).__name__}, not AdvantageOutputs with a tensor"
         )
-    if tuple(advantages.shape) != tuple(rewards.shape):
+    if tuple(advantages.shape) != tuple(given.shape):
         raise OrchestratorError(
             f"the custom advantage function returned advantages of shape {tuple(advantages.shape)} "
-            f"for rewards of shape {tuple(rewards.shape)}"
+            f"for rewards of shape {tuple(given.shape)}"
         )
-    for group, own in zip(rewards, advantages, strict=True):
+    for group, own in zip(given, advantages, strict=True):
         if not own.isfinite().all():
             raise OrchestratorError(
                 f"the custom advantage function returned {own.tolist()} for a group with the rewards "

@@ -19,7 +19,7 @@ from prime_rl.configs.orchestrator import ModelConfig, OrchestratorConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.environments.judging.gateway import offered_in_a_trial
 from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, messages_of, renderer, text_of
-from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -189,15 +189,17 @@ def main() -> None:
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
+    from prime_rl.orchestrator.batches.advantage import try_advantage
     from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
+        try_advantage(config)
         with offered_in_a_trial(config.judge):
             train = load_environments(config.env, config.log)
             evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
         for environment in (*train.values(), *evals.values()):
             environment.refuse_images()
-    except EnvironmentFault as fault:
+    except OrchestratorError as fault:
         sys.stderr.write(f"error: {fault}\n")
         raise SystemExit(1) from fault
     room = Room.of(config)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch import Tensor
 from prime_rl.configs.algorithms import (
     BaseSurrogateLossConfig,
     ClipLossConfig,
+    CustomLossConfig,
     DecoupledLossConfig,
     DefaultLossConfig,
     GSPOLossConfig,
@@ -34,6 +34,8 @@ from prime_rl.configs.algorithms import (
 from prime_rl.monitors.stats import Stats
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.rows import RowLayout, Sequences
+from prime_rl.utils.errors import UserError
+from prime_rl.utils.imports import import_function
 
 # Published policy-gradient objectives, as functions of the trained tokens of a row's sequences.
 #
@@ -207,9 +209,7 @@ def setup_loss(config: LossConfig) -> Loss:
         TrainerError: the import path of a custom loss does not name an importable function.
     """
     if config.type == "custom":
-        imported = import_function(config.import_path)
-        stats = Stats() if "stats" not in config.kwargs and _takes_stats(imported) else None
-        function = functools.partial(imported, **config.kwargs, **({} if stats is None else {"stats": stats}))
+        function, stats = custom_function(config)
         row_losses = functools.partial(custom_losses, function=function)
         return Loss(row_losses, per_token=False, masked_in_only=False, stats=stats)
     if isinstance(config, DefaultLossConfig):
@@ -242,16 +242,18 @@ def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
     )
 
 
-def import_function(path: str) -> Callable[..., LossOutputs]:
-    """The function that `package.module.name` names."""
-    module, _, name = path.rpartition(".")
+def custom_function(config: CustomLossConfig) -> tuple[Callable[[LossInputs], LossOutputs], Stats | None]:
+    """The user's function with its keyword arguments, and the `Stats` that it records in, if it takes one.
+
+    Raises:
+        TrainerError: it cannot be imported.
+    """
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TrainerError(f"loss.import_path: cannot import {path!r}: {error}") from error
-    if not callable(function):
-        raise TrainerError(f"loss.import_path: {path!r} is a {type(function).__name__}, not a function")
-    return function
+        imported = import_function(config.import_path)
+    except UserError as fault:
+        raise TrainerError(f"trainer.loss.import_path: {fault}") from fault
+    stats = Stats() if "stats" not in config.kwargs and _takes_stats(imported) else None
+    return functools.partial(imported, **config.kwargs, **({} if stats is None else {"stats": stats})), stats
 
 
 def _takes_stats(function: Callable[..., LossOutputs]) -> bool:

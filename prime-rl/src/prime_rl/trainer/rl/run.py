@@ -35,6 +35,7 @@ from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches,
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
 from prime_rl.trainer.rl.report import Reporter, StepReport
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
@@ -317,6 +318,8 @@ def setup_components(
 ) -> Components:
     """Build everything that the training loop needs, and restore the checkpoint if the run resumes."""
     process = mesh.process
+    if config.loss.type == "custom":
+        try_loss(config.loss, process.device)
     loss = setup_loss(config.loss)
     checkpoints = (
         CheckpointManager(config.ckpt, paths, process, mesh.data_axis, configs_to_save(paths, "trainer", config))
