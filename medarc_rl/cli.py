@@ -157,14 +157,19 @@ def resume_words(resume: str | None) -> list[str]:
     return [] if resume is None else [f"--resume={resume}"]
 
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
+_KEY_OPTIONS = {"sft": "--optim.lr 1e-6", "eval": "--num-examples 50"}
+"""An option for a key of a command's own config; other commands take a config of RL."""
+
+
+def _config_words(command: str) -> Any:
+    """The type of the words of a command's config."""
+    option = _KEY_OPTIONS.get(command, "--trainer.optim.lr 1e-6")
+    argument = typer.Argument(
         metavar="CONFIG",
         help="A TOML file, written `config.toml`, `@ config.toml` or `@config.toml`; of several `@` files, the last "
-        "takes precedence. Any option that is not listed below sets a key of the config: `--trainer.optim.lr 1e-6`.",
-    ),
-]
+        f"takes precedence. Any option that is not listed below sets a key of the config: `{option}`.",
+    )
+    return Annotated[list[str] | None, argument]
 
 
 def say(line: str) -> None:
@@ -439,7 +444,7 @@ def add_command(
             own = [f"--{field.name.replace('_', '-')}" for field in fields(options)]
             raise UsageError(*(_with_own_option(fault, own) for fault in error.faults)) from error
 
-    _declare(command, [_parameter("words", Words, None), *_parameters(options, hidden)])
+    _declare(command, [_parameter("words", _config_words(name), None), *_parameters(options, hidden)])
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=inspect.getdoc(run), epilog=examples_of(app, name), context_settings=settings)(command)
 

@@ -78,6 +78,20 @@ def test_another_temperature_stops_the_run_and_names_the_causes(scorer, mesh) ->
         ParityGate(ParityConfig(), mesh).check([row], scorer, version=0)
 
 
+def test_a_penalty_of_the_config_is_named_as_the_cause(scorer, mesh, tmp_path) -> None:
+    file = tmp_path / "orchestrator.toml"
+    row = row_of(scorer, 0)
+    row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 1)
+    for sampling in ("repetition_penalty = 1.3", "extra_body = { presence_penalty = 1.0 }", "min_tokens = 8"):
+        file.write_text(f"[sampling]\n{sampling}\n[[env]]\nid = 'x'\n")
+        with pytest.raises(TrainerError) as caught:
+            ParityGate(ParityConfig(), mesh, orchestrator_config=file).check([row], scorer, version=0)
+        (name,) = (word for word in ("repetition_penalty", "presence_penalty", "min_tokens") if word in sampling)
+        assert f"{name} = " in str(caught.value)
+        assert "makes training off-policy" in str(caught.value)
+        assert "tied head" not in str(caught.value)
+
+
 def test_nan_stops_the_run(scorer, mesh) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))

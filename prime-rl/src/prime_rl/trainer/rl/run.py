@@ -348,7 +348,7 @@ def setup_components(
         data_axis=mesh.data_axis,
         forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh, kept),
         kept=kept,
-        parity=setup_parity(config, mesh),
+        parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,
         checkpoints=checkpoints,
         reporter=Reporter(telemetry, state.progress, setup_performance(config, model, process)),
@@ -372,11 +372,11 @@ def setup_performance(config: TrainerConfig, model: PreTrainedModel, process: Pr
     return Performance(model, row_tokens(config.model.seq_len, model.config, process.device), process, peak)
 
 
-def setup_parity(config: TrainerConfig, mesh: Mesh) -> ParityGate:
+def setup_parity(config: TrainerConfig, mesh: Mesh, paths: RunPaths) -> ParityGate:
     """Create the configured parity check. It is off for random batches, which no policy sampled."""
     is_fake = config.data.fake is not None
     parity = ParityConfig(on_mismatch="off") if is_fake else config.parity
-    return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device))
+    return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device), paths.config("orchestrator"))
 
 
 def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_config: PretrainedConfig) -> BatchSource:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rollouts.sampling import training_warnings
 from prime_rl.configs.trainer import ParityConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.blocks import accumulated
@@ -21,6 +24,7 @@ from prime_rl.trainer.rl.loss import Loss, LossInputs
 from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.pydantic_config import load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ def _of_trained_tokens(inputs: LossInputs, entropy: Tensor, row: Row) -> dict[st
 
 
 LIKELY_CAUSES = (
-    "sampling settings of the engine that are not in orchestrator.sampling (temperature, penalties); "
+    "sampling settings of the server that are not in orchestrator.sampling (temperature, penalties); "
     "weights of another version, or a tied head left stale by an update; "
     "another model, tokenizer or chat template on the server; "
     "a coarser dtype or quantization on the server"
@@ -157,8 +161,16 @@ class ParityGate:
     learn little or nothing.
     """
 
-    def __init__(self, config: ParityConfig, mesh: Mesh, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: ParityConfig,
+        mesh: Mesh,
+        compute_dtype: torch.dtype = torch.float32,
+        orchestrator_config: Path | None = None,
+    ) -> None:
         self.config = config
+        self._orchestrator_config = orchestrator_config
+        """The file that says how tokens are sampled. None, or no file, if another launch runs the orchestrator."""
         self.process = mesh.process
         self.data_axis = mesh.data_axis
         default = BFLOAT16_BOUND if compute_dtype == torch.bfloat16 else BOUND
@@ -188,14 +200,21 @@ class ParityGate:
         if mean <= self.bound:  # False if the mean is NaN
             self._log(f"Parity: {finding} of version {version}")
             return
-        fault = (
-            f"version {version}: {finding}, more than parity.max_mean_abs_diff = {self.bound:g}. "
-            f"Likely causes: {LIKELY_CAUSES}"
-        )
+        fault = f"version {version}: {finding}, more than parity.max_mean_abs_diff = {self.bound:g}. {self._causes()}"
         if self.config.on_mismatch == "stop":
             raise TrainerError(f'{fault}. To continue anyway, set trainer.parity.on_mismatch = "warn"')
         if self.process.is_main:
             get_logger().warning(fault)
+
+    def _causes(self) -> str:
+        """The settings of the config that explain a difference, or else what may have caused it."""
+        file = self._orchestrator_config
+        own = (
+            []
+            if file is None or not file.is_file()
+            else training_warnings(load_config(OrchestratorConfig, [file]).sampling)
+        )
+        return "; ".join(own) or f"Likely causes: {LIKELY_CAUSES}"
 
     def _log(self, line: str) -> None:
         if self.process.is_main:
