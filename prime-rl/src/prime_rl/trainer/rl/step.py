@@ -209,12 +209,11 @@ class ParityGate:
     def _causes(self) -> str:
         """The settings of the config that explain a difference, or else what may have caused it."""
         file = self._orchestrator_config
-        own = (
-            []
-            if file is None or not file.is_file()
-            else training_warnings(load_config(OrchestratorConfig, [file]).sampling)
-        )
-        return "; ".join(own) or f"Likely causes: {LIKELY_CAUSES}"
+        if file is not None and file.is_file():
+            sampling = load_config(OrchestratorConfig, [file]).sampling
+            if known := list(training_warnings(sampling)):
+                return "; ".join(known)
+        return f"Likely causes: {LIKELY_CAUSES}"
 
     def _log(self, line: str) -> None:
         if self.process.is_main:
