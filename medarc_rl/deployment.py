@@ -172,12 +172,44 @@ def rl_split(given: GivenConfig[RLConfig], train: int | None, infer: int | None,
             f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command can share only one; "
             "use `rl @ CONFIG`, or give each its own, as in vllm:d4+fsdp:d4"
         )
+    if trainer is not None or servers is not None:
+        _check_allocated(given, trainer, servers, (train, infer))
     counts = train or asked[0], infer or asked[1]
     if (single_gpu or shares) and counts != (1, 1):
         one = "--single-gpu" if single_gpu else "allocation_mode"
         several = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or "allocation_mode"
         raise UsageError(f"{one} takes one GPU for trainer and server: leave it out, or {several}")
     return GpuSplit(*counts, single_gpu or shares)
+
+
+def _check_allocated(
+    given: GivenConfig[RLConfig],
+    trainer: tuple[int, int] | None,
+    servers: tuple[int, int] | None,
+    options: tuple[int | None, int | None],
+) -> None:
+    """Raises UsageError, in the words of the `allocation_mode`, for what it asks of this command."""
+    mode = str(given.table()["allocation_mode"])
+    try:
+        # Kinds and letters that are not supported come before numbers of GPUs.
+        with_derived_keys(given.sources.root.component, {"allocation_mode": mode})
+    except ValueError as error:
+        faults = [line for line in str(error).splitlines() if "not a whole number of nodes" not in line]
+        if faults:
+            raise UsageError(*faults) from error
+    if servers is None:
+        raise UsageError(
+            f"allocation_mode = {mode!r} names no server, and this command starts one: add it, as in vllm:d1+fsdp:d1"
+        )
+    if options != (None, None) or trainer is None or trainer[1] == servers[1]:
+        return
+    total = trainer[0] + servers[0]
+    if trainer[0] > MOST_TRAIN_GPUS or total > NODE_GPUS:
+        raise UsageError(
+            f"allocation_mode = {mode!r} takes {trainer[0]} GPUs for the trainer and {servers[0]} for the server: this "
+            f"command uses one node, with at most {MOST_TRAIN_GPUS} for the trainer and {NODE_GPUS} for both; for "
+            "several nodes use `medarc_slurm rl`"
+        )
 
 
 def _allocated(given: GivenConfig[RLConfig]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

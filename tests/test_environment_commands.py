@@ -164,6 +164,51 @@ def test_code_that_never_returns_or_ends_the_process_is_a_row() -> None:
     assert "ended with code 7 while trying the answer 'right' in row 0" in rows["fail", "process"]
 
 
+TURNS = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def unlocked(state):
+    said = [step["completion"][-1]["content"] for step in state["trajectory"]]
+    return float(said[0] == state["info"]["first"] and state["answer"] in said[1:])
+
+
+class Doors(vf.MultiTurnEnv):
+    @vf.stop
+    async def is_over(self, state):
+        return len(state["trajectory"]) > 1
+
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "Which number?"}]
+
+
+def load_environment(first):
+    rows = [{"question": f"Open door {at}.", "answer": str(at), "info": {"first": first}} for at in range(8)]
+    return Doors(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[unlocked]), max_turns=4)
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_of_several_turns_does_not_fail_though_no_single_answer_is_right(place: Path) -> None:
+    (place / "modules" / "doors.py").write_text(TURNS)
+
+    def found(first: str, *words: str) -> tuple[int, dict[tuple[str, str], str]]:
+        result = env("check", "doors", "--rows", "2", "--json", "--args", json.dumps({"first": first}), *words)
+        return result.exit_code, {(row["level"], row["subject"]): row["text"] for row in json.loads(result.stdout)}
+
+    code, rows = found("I am ready.")
+    assert rows["ok", "reward: conversation"].endswith("(0 to 1) in 8 rollouts")
+    assert code == 0, rows
+    assert not [subject for level, subject in rows if level == "fail"]
+    code, rows = found("look")
+    assert "give its messages with --turn" in rows["warn", "reward"]
+    assert code == 0
+    code, rows = found("look", "--turn", "look", "--turn", "{answer}")
+    assert rows["ok", "reward: conversation"].startswith("1 in 2 rollouts")
+    assert code == 0
+
+
 @pytest.mark.slow
 def test_threads_that_an_environment_leaves_do_not_keep_the_check() -> None:
     _, rows = rows_of("--args", functions("keeps_a_thread"), "--limit-s", 20, "--rows", 1)

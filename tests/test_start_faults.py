@@ -85,6 +85,9 @@ CASES = {
         "val.data.sources[1].name = {dir}/no.csv: no such file or directory",
         {"rows.csv": "text\na\n"},
     ),
+    "trainer of allocation_mode": Case(
+        "rl", "--allocation-mode vllm:d4+megatron:d8", "megatron:d8: the trainer is FSDP: write fsdp instead"
+    ),
     "name and sources": Case(
         "sft",
         '--data.sources [{{"name":"some/data"}}]',
@@ -192,7 +195,7 @@ CASES = {
     "advantage that is not there": Case(
         "rl",
         "--orchestrator.advantage.type custom --orchestrator.advantage.import-path advantages.mine",
-        "no module named 'advantages' in this Python environment",
+        "no module named 'advantages': put advantages.py where the run starts",
     ),
     "adapter pattern": Case(
         "sft", "--model.lora.target-modules [(q_proj]", '"(q_proj" is not a regular expression: missing )'
@@ -458,3 +461,20 @@ def test_a_dry_run_warns_of_what_the_run_may_find_elsewhere_and_goes_on(program:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert any(line.startswith("warning: ") and CASES[name].fault in line for line in result.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("vllm:d5+fsdp:d4", "takes 4 GPUs for the trainer and 5 for the server: this command uses one node"),
+        ("d2", "names no server, and this command starts one"),
+    ],
+)
+def test_an_allocation_that_this_command_cannot_make_is_named_in_its_own_words(
+    tmp_path: Path, mode: str, fault: str
+) -> None:
+    (tmp_path / "rl.toml").write_text(RL)
+    result = CliRunner().invoke(medarc_train.app, ["rl", str(tmp_path / "rl.toml"), "--allocation-mode", mode])
+    assert result.exit_code == 2
+    assert f"error: allocation_mode = {mode!r} {fault}" in result.stderr
+    assert "--train-gpus" not in result.stderr

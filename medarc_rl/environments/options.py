@@ -47,6 +47,14 @@ class CheckOptions:
         str | None,
         Option(metavar="TEXT", help="How a right answer is written, with {answer} in it: '<answer>{answer}</answer>'."),
     ] = None
+    turn: Annotated[
+        list[str] | None,
+        Option(
+            metavar="TEXT",
+            help="A message of a right conversation, for an environment of several turns; once for each message, with "
+            "{answer} for the answer of a row.",
+        ),
+    ] = None
     limit_s: Annotated[float, Option(min=0.1, help="Longest time of one rollout, in seconds.")] = 30.0
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 

@@ -88,6 +88,7 @@ def check(options: CheckOptions) -> int:
             "model": None if options.model is None else str(options.model),
             "rows": options.rows,
             "form": options.form,
+            "turns": options.turn or [],
             "limit_s": options.limit_s,
         }
         run_check(request, env, findings)

@@ -171,14 +171,16 @@ def test_lines_tell_of_the_start_the_trainer_and_each_step(scene: Scene) -> None
     ]
 
 
-def test_warnings_of_the_orchestrator_are_shown_and_its_other_lines_are_not(scene: Scene) -> None:
+def test_warnings_and_evaluations_of_the_orchestrator_are_shown_and_its_other_lines_are_not(scene: Scene) -> None:
     append(
         scene.logs["orchestrator"], "12:00:01    INFO Resumed", "12:00:02 \x1b[33mWARNING\x1b[0m Step 3: all 64 rewards"
     )
     append(scene.logs["inference"], "12:00:03 WARNING of the server")
+    score = "12:00:04 SUCCESS Evaluation on 'reverse-text' | Version: 20 | Avg@1: 0.4100 | Time: 1.20s"
+    append(scene.logs["orchestrator"], score, "12:00:05 SUCCESS Orchestrator finished.")
     scene.watcher.look()
     # Without colours: no line of a log writes terminal sequences to the terminal.
-    assert scene.shown() == ["12:00:02 WARNING Step 3: all 64 rewards"]
+    assert scene.shown() == ["12:00:02 WARNING Step 3: all 64 rewards", score]
 
 
 def test_watching_shows_what_came_last(scene: Scene) -> None:

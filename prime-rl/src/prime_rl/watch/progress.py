@@ -139,7 +139,10 @@ class RunProgress:
         words = [f"{name} {values[name]:.3f}" for name in self.part_names if name in values]
         # A figure is not cut off from its name.
         text = "  ".join(word.replace(" ", "\N{NO-BREAK SPACE}") for word in words)
-        lines = textwrap.wrap(text, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
+        wrapper = textwrap.TextWrapper(
+            LINE_WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        lines = wrapper.wrap(text)
         return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
     def summary(self, elapsed_s: float) -> str:

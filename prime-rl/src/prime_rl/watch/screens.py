@@ -111,6 +111,8 @@ _LOG_PREFIX = re.compile(r"^\d{2}:\d{2}:\d{2}\s+[A-Z]+\s+")
 _VERDICT = re.compile(r"(Nothing|Little) was learned: .*")
 _WARNING = re.compile(r"^\d{2}:\d{2}:\d{2}\s+WARNING\s")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_EVALUATION = re.compile(r"Evaluation on .* \| Version: ")
+"""The line of an RL run's log with the scores of an evaluation."""
 _STEP_LINE = re.compile(r"\bStep \d+ \| ")
 
 
@@ -161,7 +163,8 @@ class Watcher:
             self.verdict = verdict.group()  # repeated as the last line of the run, where people look
         # A finished step is shown with its reward, which only the metrics contain.
         is_trainers = name == "trainer" and not _STEP_LINE.search(words)
-        if is_trainers or (name == "orchestrator" and _WARNING.match(_ANSI.sub("", line))):
+        is_shown = _WARNING.match(_ANSI.sub("", line)) or _EVALUATION.match(words)
+        if is_trainers or (name == "orchestrator" and is_shown):
             self._display.line(line.rstrip())
 
 

@@ -80,7 +80,7 @@ async def _check(environment: Any, request: dict[str, Any], report: Reporter) ->
             await environment.connect()
             server = InferenceServer(engine.base_url, ClientConfig(base_url=[engine.base_url]), MODEL)
             trials = Trials(environment, engine, server, report, request["limit_s"])
-            await check_rewards(trials, train, request["rows"], request["form"])
+            await check_rewards(trials, train, request["rows"], request["form"], request["turns"])
             await server.close()
     finally:
         await environment.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 from prime_rl.orchestrator.env_checks.dataset_check import Rows
 from prime_rl.orchestrator.env_checks.findings import Reporter
-from prime_rl.orchestrator.env_checks.scripted_engine import MAX_CALLS, ScriptedEngine
+from prime_rl.orchestrator.env_checks.scripted_engine import ECHO, MAX_CALLS, ScriptedEngine
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -29,6 +29,7 @@ from prime_rl.utils.logger import count_of
 
 RIGHT, WRONG, EMPTY, BLANK, NO_MESSAGE = "right", "wrong", "empty", "blank", "no message"
 REPEATED, ALL_AT_ONCE = "prompt repeated", "all answers at once"
+CONVERSATION = "conversation"
 CONTROL, UNICODE, LONG = "control characters", "huge unicode", "very long"
 EXPLOITS = (EMPTY, BLANK, REPEATED, ALL_AT_ONCE, CONTROL, UNICODE, LONG)
 """Answers that must not earn what a right answer earns."""
@@ -85,6 +86,27 @@ def exploits(form: str, prompt: str, answers: Iterable[str]) -> Iterator[Probe]:
     yield saying(CONTROL, written(form, "\x00\x07\x1b[31m\x1b]0;x\x07\r\b\u202e\ufeff{}{0}%s$(id)`id`</answer>"))
     yield saying(UNICODE, written(form, "\U0001f600e\u0301\u0e33\ufdfd" * 5000 + "\u0663" * 5000))
     yield saying(LONG, written(form, "because " * (LONG_CHARS // 8)))
+
+
+def conversations(form: str, answer: str, other: str, turns: Sequence[str]) -> Iterator[Probe]:
+    """What a model may say to an environment that answers: a right answer need not be the first message.
+
+    `turns` is a conversation that the user knows to be right; the others are guesses.
+    """
+    if turns:
+        yield Probe(CONVERSATION, tuple({"content": written(turn, answer)} for turn in turns))
+        return
+    right, wrong = {"content": written(form, answer)}, {"content": written(form, other)}
+    yield Probe(CONVERSATION, (wrong, right))
+    yield Probe(CONVERSATION, ({"content": "I am ready."}, right))
+    yield Probe(CONVERSATION, (ECHO,))
+    yield Probe(CONVERSATION, (right, ECHO))
+    # An answer of several parts may be asked for part by part.
+    parts = [part for part in re.split(r"[\n,;|]|\s->\s", answer.strip("[]()")) if part.strip()]
+    if len(parts) > 1:
+        yield Probe(CONVERSATION, tuple({"content": written(form, part.strip().strip("'\""))} for part in parts))
+    if len(words := answer.split()) > 1:
+        yield Probe(CONVERSATION, tuple({"content": written(form, word)} for word in words))
 
 
 def no_message() -> Probe:
@@ -164,6 +186,8 @@ class Trials:
     """Kinds of answers after which the environment asked for more and more."""
     are_games: bool = False
     """Whether rows are starts of a game, which scripted answers cannot play."""
+    has_turns: bool = False
+    """Whether the environment has answered a message without a call, so that a reward may need several turns."""
 
     async def try_(self, probe: Probe, row: int, size: int = 1) -> list[Outcome]:
         """Roll out one answer `size` times in one group."""
@@ -187,14 +211,16 @@ class Trials:
         seconds = time.perf_counter() - started_s
         if self.engine.is_endless:
             self.endless.add(probe.kind)
+        is_plain = not any(message.get("tool_calls") for message in probe.script)
+        self.has_turns |= is_plain and bool(probe.script) and self.engine.num_calls > size
         found = [Outcome(probe.kind, row, rollout, seconds) for rollout in rollouts]
         found = found or [Outcome(probe.kind, row, None, seconds, fault)]
         self.outcomes += found
         return found
 
 
-async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None) -> None:
-    """Try every kind of answer in `count` rows, and report."""
+async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None, turns: Sequence[str] = ()) -> None:
+    """Try every kind of answer in `count` rows, and report. `turns`: messages of a conversation that is right."""
     spread = range(0, min(rows.count, len(rows.prompts)), max(1, len(rows.prompts) // count))[:count]
     with_answers = [row for row in spread if rows.answers[row].strip()]
     form = form or await _best_form(trials, rows, with_answers)
@@ -210,6 +236,9 @@ async def check_rewards(trials: Trials, rows: Rows, count: int, form: str | None
             await trials.try_(probe, row)
         for probe in tool_probes(trials.environment.tools(row), written(form, answer)):
             await trials.try_(probe, row)
+        if (trials.has_turns or turns) and not rows.are_games:
+            for probe in conversations(form, answer, _other(rows, row), turns):
+                await trials.try_(probe, row)
     tried = [] if rows.are_games else await _more_right_answers(trials, rows, spread, form)
     read, right = len(rows.prompts), len(tried) or len(spread)
     words = f"all kinds of answers tried in {len(spread)} of {read:,}, right ones in {right}"
@@ -353,6 +382,13 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
         constant = f"constant: {good[0].reward:g} for every answer"
         if trials.are_games:
             yield "warn", "reward", f"{constant}. Scripted answers cannot play a game: let a model play with `env try`"
+        elif trials.has_turns:
+            yield (
+                "warn",
+                "reward",
+                f"{constant}, also after several turns. If a reward needs a certain conversation, give its messages "
+                "with --turn, or let a model try with `env try`",
+            )
         else:
             yield "fail", "reward", f"{constant}, so the model cannot learn anything from it"
         return
@@ -363,6 +399,8 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
     if not has_answers or RIGHT not in means:
         return
     right, wrong = means[RIGHT], means.get(WRONG, 0.0)
+    if right <= wrong + _CLOSE and any(_earns_more(outcome, wrong) for outcome in trials.outcomes):
+        return  # only a conversation of several turns is right, so single answers say nothing about each other
     if right <= wrong + _CLOSE:
         yield (
             "warn",
@@ -383,6 +421,12 @@ def _values(trials: Trials, means: Mapping[str, float], has_answers: bool) -> It
             )
         elif kind in means and means[kind] > wrong + 0.5 * (right - wrong):
             yield "warn", f"reward: {kind}", f"earns {means[kind]:.4g}, and a right answer {right:.4g}"
+
+
+def _earns_more(outcome: Outcome, reward: float) -> bool:
+    rollout = outcome.rollout
+    is_conversation = outcome.kind == CONVERSATION
+    return is_conversation and rollout is not None and rollout.error is None and rollout.reward > reward + _CLOSE
 
 
 def _earns_at_most(outcome: Outcome, reward: float) -> bool:

@@ -16,6 +16,8 @@ MAX_CALLS = 40
 """Model calls of one rollout. An environment that asks for more does not end by itself."""
 MAX_BODY_BYTES = 256 << 20
 Message = Mapping[str, Any]
+ECHO: Message = {}
+"""A message of a script that repeats the last one that the environment wrote."""
 
 
 class ScriptedEngine:
@@ -78,6 +80,8 @@ class ScriptedEngine:
             error = {"message": "the script has no answer", "type": "invalid_request_error"}
             return web.json_response({"error": error}, status=400)
         message = self._script[min(self.num_calls, len(self._script)) - 1]
+        if message is ECHO:
+            message = {"content": _last_text(body.get("messages") or [])}
         prompt = body.get("tokens") or tokens_of(body.get("messages") or [])
         choice = {
             "index": 0,
@@ -89,6 +93,13 @@ class ScriptedEngine:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "total_tokens": len(prompt) + 1}
         answer = {"id": "scripted", "object": "chat.completion", "created": 1, "model": MODEL, "usage": usage}
         return web.json_response({**answer, "prompt_token_ids": prompt, "choices": [choice]})
+
+
+def _last_text(messages: Sequence[Message]) -> str:
+    content = messages[-1].get("content") if messages else ""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return str(content or "")
 
 
 def tokens_of(messages: Sequence[Message]) -> list[int]:
