@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,37 @@ def adapter_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[st
     lora = model.lora
     if lora is not None and lora.path is not None and (unfit := lora_fault(lora, start.find(lora.path))):
         yield f"{key}.lora.path = {lora.path}: {unfit}"
+
+
+_NAMED_TENSORS = 5
+
+
+def loading_fault(report: Mapping[str, Any]) -> str | None:
+    """Why a loaded model is not the one in its files, by the report of Transformers' `output_loading_info`.
+
+    Without this check, a weight that is missing or of another shape would be random.
+    """
+    if missing := sorted(report["missing_keys"]):
+        return f"its files lack {_named(missing)}: copy or download them again"
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, given, wanted = mismatched[0]
+        more = f" ({len(mismatched) - 1} more differ)" if len(mismatched) > 1 else ""
+        return f"{name} has shape {list(given)} in its files, and {list(wanted)} by its config.json{more}"
+    return None
+
+
+def unused_tensors(report: Mapping[str, Any]) -> str | None:
+    """The tensors in a model's files that its class does not use, which exports do not contain."""
+    unused = sorted(report["unexpected_keys"])
+    return (
+        f"the model's class does not use {_named(unused)} of its files, and exports leave them out" if unused else None
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED_TENSORS])
+    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return f"{len(names)} weight{'s' if len(names) > 1 else ''} ({shown}{more})"
 
 
 def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDir) -> Iterator[str]:

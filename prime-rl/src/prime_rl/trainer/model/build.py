@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.model_files import loading_fault, unused_tensors
 from prime_rl.checks.start_dir import looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
@@ -429,10 +430,19 @@ def _build_full(
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(_RANDOM_INIT_SEED)
                 return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(config.name, config=model_config, **options)
+        # The report says what would otherwise be random in silence.
+        loaded: object = AutoModelForCausalLM.from_pretrained(
+            config.name, config=model_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
         raise ModelError(_load_error("model.name", config.name, error) + hint) from error
+    # Transformers annotates only the model.
+    model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
+    if fault := loading_fault(report):
+        raise ModelError(f"model.name = {config.name}: {fault}")
+    if config.debug.num_layers is None and (unused := unused_tensors(report)):
+        get_logger().warning(unused)
     if config.adapter is not None:
         merge_into(model, Path(config.adapter))
     # Loading makes every weight a trained one, also those that the model's code declares as frozen.

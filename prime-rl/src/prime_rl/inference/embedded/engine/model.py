@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import cached_file
 
 from prime_rl.checks.model_description import DECODED_LAYERS
+from prime_rl.checks.model_files import loading_fault
 from prime_rl.inference.embedded.engine.attention import ATTENTION_NAME, PromptBatch, SlotStep, register_slot_attention
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
@@ -301,14 +303,23 @@ def load_model(
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch_dtype = auto if dtype == "auto" else getattr(torch, dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch_dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        loaded: object = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=torch_dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
         raise EngineError("the model has its own attention code, which is not supported") from exc
     except (OSError, ValueError, ImportError, SafetensorError) as exc:
         raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc
+    # Transformers annotates only the model.
+    model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
+    if fault := loading_fault(report):
+        raise EngineError(f"cannot load model {name!r}: {fault}")
     # Transformers decorates `to`, which hides from type checkers that it is a method.
     model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
     length = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
