@@ -66,7 +66,7 @@ def details(root: type[BaseSettings], value: Explained, copies: Sequence[Explain
     yield f"{value.key} = {value_text(value.value)}"
     doc = " ".join(field_doc(value.section, name).split())
     width = min(shutil.get_terminal_size().columns, 100) - 2
-    yield from (f"  {line}" for line in textwrap.wrap(doc, width))
+    yield from (f"  {line}" for line in textwrap.wrap(doc, width, break_on_hyphens=False))
     limits = ", ".join(filter(None, (type_text(field.annotation), bounds_text(field))))
     rows = [("type", limits), ("default", default_text(field))]
     rows.append(("origin", value.origin))

@@ -50,12 +50,14 @@ class Chart:
     unit: str = ""
     is_stacked: bool = False
     x_title: str = "step"
+    remark: str = ""
+    """Sentence on what the lines leave out."""
 
     @property
     def note(self) -> str:
-        """Sentence that explains the bands."""
+        """Sentences that explain the bands, and what the lines leave out."""
         bands = dict.fromkeys(line.band.title for line in self.lines if line.band is not None)
-        return f"Band: {', '.join(bands)}." if bands else ""
+        return " ".join(filter(None, (f"Band: {', '.join(bands)}." if bands else "", self.remark)))
 
     @property
     def summary(self) -> str:
@@ -91,6 +93,34 @@ def chart_of(key: str, title: str, lines: Sequence[Line], **more: Any) -> list[C
     """A chart of the lines that have finite values; none if there are no such lines."""
     drawn = [line for line in lines if any(map(math.isfinite, line.values.values()))]
     return [Chart(key, title, drawn, **more)] if drawn else []
+
+
+START_FACTOR = 3.0
+"""A first step that takes so many times as long as any other is left out of charts of time."""
+
+
+def without_start(lines: Sequence[Line], unit: str) -> tuple[list[Line], str]:
+    """Lines of seconds or speeds without a first step that would flatten the others, and a sentence that says so.
+
+    The first step compiles, loads and fills caches. Tables count it.
+    """
+    sums: dict[int, float] = {}
+    for line in lines:
+        for step, value in line.values.items():
+            sums[step] = sums.get(step, 0.0) + value
+    known = {step: value for step, value in sums.items() if math.isfinite(value) and value > 0}
+    if len(known) < 3:
+        return list(lines), ""
+    start = min(known)
+    others = [value for step, value in known.items() if step != start]
+    if known[start] <= START_FACTOR * max(others) and START_FACTOR * known[start] >= min(others):
+        return list(lines), ""
+    left = [
+        Line(each.title, {step: value for step, value in each.values.items() if step != start}, each.band, each.color,
+             each.is_dashed)
+        for each in lines
+    ]  # fmt: skip
+    return left, f"Without step {start}, the start: {short(known[start], 3)} {unit}."
 
 
 def short(value: float | None, digits: int = 4) -> str:

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
 
-from medarc_rl.report.charts import Band, Chart, Group, Line, Section, Series, Table, chart_of, short
+from medarc_rl.report.charts import (
+    Band,
+    Chart,
+    Group,
+    Line,
+    Section,
+    Series,
+    Table,
+    chart_of,
+    short,
+    without_start,
+)
 from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, finite, trend
 from prime_rl.history.run import ORCHESTRATOR, RunHistory
 
@@ -97,7 +108,7 @@ RL_CURVES = (
     RATE,
     GRADIENT,
 )
-SFT_CURVES = (LOSS, VALIDATION, RATE, GRADIENT, Curve("progress/epoch", TRAIN, "Epoch"))
+SFT_CURVES = (LOSS, VALIDATION, RATE, GRADIENT)
 SPEED_CURVES = (
     Curve("perf/throughput", TRAIN, "Throughput of the trainer", "tokens/s"),
     # Not `perf/throughput`, which only counts the time that a step waits for its batch.
@@ -129,7 +140,9 @@ def curve_chart(groups: Sequence[Group], curve: Curve) -> list[Chart]:
             lines.append(Line("median", run.metrics.series(curve.median, curve.source), color=7, is_dashed=True))
     else:
         lines = [group.line(curve.read) for group in groups]
-    return [chart for chart in chart_of(key, curve.title, lines, unit=curve.unit) if not _is_all_zero(chart)]
+    lines, remark = without_start(lines, curve.unit) if curve in SPEED_CURVES else (lines, "")
+    charts = chart_of(key, curve.title, lines, unit=curve.unit, remark=remark)
+    return [chart for chart in charts if not _is_all_zero(chart)]
 
 
 def _is_all_zero(chart: Chart) -> bool:

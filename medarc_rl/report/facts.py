@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from medarc_rl.errors import UsageError
-from medarc_rl.explain.origins import Explained, Setting
+from medarc_rl.explain.origins import OURS, Explained, Setting
 from medarc_rl.explain.screen import differences, shortened
 from medarc_rl.explain.sources import NAME as ORIGINS
 from medarc_rl.explain.sources import Source
-from medarc_rl.report.charts import Chart, Group, Line, Section, Table, chart_of, short
+from medarc_rl.report.charts import Chart, Group, Line, Section, Series, Table, chart_of, short, without_start
 from medarc_rl.report.curves import (
     LOSS,
     MEMORY,
@@ -57,7 +57,7 @@ def tiles(run: RunHistory, spending: Sequence[Spending], price: float | None) ->
         found += _change("Reward", run, REWARD.read(run))
     elif run.kind == "sft":
         found += _change("Loss", run, LOSS.read(run))
-        found += _change("Validation loss", run, VALIDATION.read(run))
+        found += _ends("Validation loss", VALIDATION.read(run))
     else:
         found += _scores(run)
     seconds = sum(each.seconds for each in spending)
@@ -109,7 +109,10 @@ def _steps(run: RunHistory) -> Tile:
             counted(len(environments), "environment"),
         )
     done, planned = run.steps_done, run.max_steps
-    return Tile("Steps", f"{done:,}" + (f" of {planned:,}" if planned is not None else ""), "numbered from 0")
+    passes = run.metrics.last("progress/epoch", run.trainer) if run.kind == "sft" else None
+    complete = f"; {counted(int(passes), 'complete pass', 'complete passes')} over the data" if passes else ""
+    steps = f"{done:,}" + (f" of {planned:,}" if planned is not None else "")
+    return Tile("Steps", steps, f"numbered from 0{complete}")
 
 
 def _change(title: str, run: RunHistory, series: object) -> list[Tile]:
@@ -119,6 +122,17 @@ def _change(title: str, run: RunHistory, series: object) -> list[Tile]:
     steps = found.first.last_step - found.first.first_step + 1
     over = f"means of the first and last {steps} steps" if steps > 1 else "first and last value"
     return [Tile(title, f"{short(found.first.mean, 3)} → {short(found.last.mean, 3)}", over)]
+
+
+def _ends(title: str, series: Series) -> list[Tile]:
+    """First and last value of what a run measures a few times: a mean of several would hide how far it got."""
+    values = finite(series)
+    if not values:
+        return []
+    first, last = min(values), max(values)
+    if first == last:
+        return [Tile(title, short(values[last], 3), f"at step {last}")]
+    return [Tile(title, f"{short(values[first], 3)} → {short(values[last], 3)}", f"at steps {first} and {last}")]
 
 
 def _scores(run: RunHistory) -> list[Tile]:
@@ -271,6 +285,8 @@ def _tail(file: Path) -> str:
 
 
 MAX_VALUE_CHARS = 200
+MAX_DIFFERENCES = 10
+"""Rows of differing keys above the curves. Others are folded."""
 _FOLLOWS = "follows:"
 _OWN_PATHS = ("output_dir",)
 """Keys that differ in every run and explain nothing."""
@@ -361,17 +377,30 @@ def differing_keys(groups: Sequence[Group]) -> Section:
     for other in configs[1:]:
         keys |= dict.fromkeys(each.key for each in differences(configs[0].values, other.values))
     by_run = [{each.key: each for each in config.values} for config in configs]
-    rows = [
-        (key, *(_shown(found[key].value) if key in found else "not there" for found in by_run))
+    keys = {key: None for key in keys if key.rpartition(".")[2] not in _OWN_PATHS and _is_no_copy(key, by_run)}
+    # A section that only one run has brings all its defaults along. What somebody set makes the difference.
+    chosen = {
+        key: None
         for key in keys
-        if key.rpartition(".")[2] not in _OWN_PATHS and _is_no_copy(key, by_run)
-    ]
-    if rows:
-        headers = ("key", *(_column(config.run, groups) for config in configs))
-        section.tables.append(Table(headers, rows, "Config keys with different values", is_numeric=False))
+        if any(key in config_values and config_values[key].origin not in ("default", OURS) for config_values in by_run)
+    } or keys
+    rows = [(key, *(_of_run(found.get(key)) for found in by_run)) for key in chosen]
+    shown, more = (rows, []) if len(rows) <= MAX_DIFFERENCES + 2 else (rows[:MAX_DIFFERENCES], rows[MAX_DIFFERENCES:])
+    headers = ("key", *(_column(config.run, groups) for config in configs))
+    if shown:
+        section.tables.append(Table(headers, shown, "Config keys with different values", is_numeric=False))
     else:
         section.notes.append("The configs have the same values, apart from the output directory.")
+    defaults = [(key, *(_of_run(found.get(key)) for found in by_run)) for key in keys if key not in chosen]
+    for title, folded in (("more keys that were set", more), ("keys that nobody set", defaults)):
+        if folded:
+            lines = "\n".join(f"{key}: {' | '.join(values)}" for key, *values in folded)
+            section.listings.append((f"{len(folded)} {title}", lines))
     return section
+
+
+def _of_run(value: Explained | None) -> str:
+    return "not there" if value is None else _shown(value.value)
 
 
 def _is_no_copy(key: str, by_run: Sequence[Mapping[str, Explained]]) -> bool:
@@ -458,7 +487,8 @@ def _name(phases: Phases) -> str:
 def _phase_chart(phases: Phases) -> list[Chart]:
     lines = [Line(title, values, color=color) for color, (title, values) in enumerate(phases.by_title.items())]
     title = f"Where the {_name(phases)}'s time goes"
-    return chart_of(f"phases-{phases.source}", title, lines, unit="s per step", is_stacked=True)
+    lines, remark = without_start(lines, "s")
+    return chart_of(f"phases-{phases.source}", title, lines, unit="s per step", is_stacked=True, remark=remark)
 
 
 def ledger_tables(runs: Sequence[RunHistory], spendings: Spendings, price: float | None) -> list[Table]:

@@ -295,8 +295,10 @@ def build_page(groups: Sequence[Group], price: float | None, packed: PackedRollo
         overview=None if is_single else runs_table(groups, dict(spendings)),
     )
     if not is_single:
-        page.sections += [differing_keys(groups), _finals(groups, kind)]
+        page.sections.append(differing_keys(groups))
     page.sections.append(_training(groups, kind))
+    if not is_single:
+        page.sections.append(_finals(groups, kind))
     page.sections.append(_evaluation(groups, kind))
     if kind == "rl" and is_single:
         page.sections.append(signs_section(runs[0], packed.answers.get(0, {})))

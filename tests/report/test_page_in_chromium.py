@@ -203,3 +203,23 @@ def long_rollout(chance: random.Random, step: int) -> dict[str, Any]:
     answer = "".join(words) + f"needle {step} "
     logprobs = [round(-chance.expovariate(2), 4) for _ in words]
     return with_tokens(a_rollout(answer, round(chance.random(), 3), row=chance.randrange(500)), words, logprobs)
+
+
+def test_a_printed_chart_fits_its_card_and_comes_back(chromium: Any, report_file: Path) -> None:
+    with open_page(chromium, report_file) as opened:
+        page = opened.page
+        before = page.evaluate("() => document.querySelector('.chart').clientWidth")
+        page.emulate_media(media="print")
+        page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+        fits = """() => [...document.querySelectorAll('.chart')].every((chart) => {
+            const canvas = chart.querySelector('canvas'), card = chart.closest('figure').getBoundingClientRect();
+            const drawn = canvas.getBoundingClientRect();
+            const fits = drawn.right <= card.right && drawn.bottom <= card.bottom;
+            return fits && drawn.width > 0 && canvas.width >= 2 * 400;
+        })"""
+        assert page.evaluate(fits)
+        page.emulate_media(media="screen")
+        page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+        width = "() => document.querySelector('.chart canvas').getBoundingClientRect().width"
+        assert abs(page.evaluate(width) - before) <= 1
+        assert opened.complaints == []

@@ -191,6 +191,47 @@ def test_rows_and_validation_of_sft_are_shown(tmp_path: Path) -> None:
     assert "11 (9.2%)" in reader.sections["data"]
 
 
+def test_a_slow_start_rare_values_and_passes_are_shown_for_what_they_are(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "sft", 40)
+    records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    for record in records:
+        step = record["step"]
+        slow = {"time/step": 45.0, "time/forward_backward": 40.0} if step == 0 else {}
+        record |= {"progress/epoch": step // 10, "perf/throughput": 11.0 if step == 0 else 500.0, **slow}
+        record.pop("val/loss", None)
+        record |= {"val/loss": 3.0 - step / 20} if step % 4 == 0 else {}
+    paths.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert report(paths.root).exit_code == 0
+    reader = Reader(page_of(paths.root))
+    assert "3 → 1.2" in reader.sections["top"]
+    assert "at steps 0 and 36" in reader.sections["top"]
+    assert "3 complete passes over the data" in reader.sections["top"]
+    charts = {chart["title"]: chart for chart in reader.charts.values()}
+    assert "Epoch" not in charts
+    for title in ("Where the trainer's time goes", "Throughput of the trainer"):
+        assert charts[title]["lines"][0]["points"][0][0] == 1
+    assert "Without step 0, the start: 45 s." in reader.sections["costs"]
+    assert charts["Loss"]["lines"][0]["points"][0][0] == 0
+
+
+def test_defaults_of_a_section_that_one_run_has_are_folded(tmp_path: Path) -> None:
+    config = 'max_steps = 80\n[model]\nname = "m"\n[data]\nname = "a"\n'
+    make_run(tmp_path / "a", "sft", config=config)
+    make_run(tmp_path / "b", "sft", config=f"{config}[model.lora]\nrank = 4\n[optim]\nlr = 0.5\n")
+    assert report(tmp_path / "a", tmp_path / "b", "--out", str(tmp_path / "out")).exit_code == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    section = page[page.index('id="differences"') : page.index('id="training"')]
+    shown, _, folded = section.partition("<details>")
+    assert [key in shown for key in ("model.lora.rank", "optim.lr", "model.lora.dropout", "None")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert "keys that nobody set" in folded
+    assert "model.lora.dropout" in folded
+
+
 def test_damaged_files_are_named_and_the_rest_is_shown(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": \n\x00\x00\n')

@@ -99,11 +99,14 @@
     };
   };
 
-  const draw = (element) => {
+  const draw = (element, printed) => {
     const spec = specs[element.dataset.chart];
-    const chart = drawn.get(element) ?? echarts.init(element, null, { renderer: "canvas" });
+    // Paper has more pixels than a screen.
+    const chart = drawn.get(element) ?? echarts.init(element, null, { renderer: "canvas", devicePixelRatio: Math.max(2, devicePixelRatio) });
     drawn.set(element, chart);
-    chart.setOption(option(spec, element.clientWidth), true);
+    if (printed) chart.resize(printed);
+    chart.setOption(option(spec, printed ? printed.width : element.clientWidth), true);
+    if (printed) chart.getZr().flush();
   };
 
   const elements = [...document.querySelectorAll("[data-chart]")];
@@ -114,6 +117,13 @@
   }, { rootMargin: "400px" });
   elements.forEach((element) => seen.observe(element));
   new ResizeObserver(() => drawn.forEach((chart) => chart.resize())).observe(document.querySelector("main"));
-  theme.onChange(() => [...drawn.keys()].forEach(draw));
-  addEventListener("beforeprint", () => { elements.forEach(draw); drawn.forEach((chart) => chart.resize()); });
+  theme.onChange(() => [...drawn.keys()].forEach((element) => draw(element)));
+  // Before a page is printed, its elements still have the widths of the screen. Draw all charts at one size that suits
+  // half a sheet; the style sheet scales the pictures to their cards.
+  const PRINTED = { width: 420, height: 235 };
+  addEventListener("beforeprint", () => elements.forEach((element) => draw(element, PRINTED)));
+  addEventListener("afterprint", () => drawn.forEach((chart, element) => {
+    chart.resize({ width: "auto", height: "auto" });
+    draw(element);
+  }));
 })();
