@@ -15,6 +15,7 @@ from medarc_rl.backends.slurm.queue import Properties, requeue, shown
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.run.checkpoints import SavedSteps
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.terminal import say
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 MAX_REQUEUES_VARIABLE = "MEDARC_MAX_REQUEUES"
@@ -38,16 +39,11 @@ def in_batch_job(launch: Callable[[], int], env: Mapping[str, str] = os.environ)
     if JOB_VARIABLE not in env:
         return launch()
     for line in header_lines(env, Path.cwd()):
-        _say(line)
+        say(line)
     code = launch()
     for line in requeue_if_stopped(code, env):
-        _say(line)
+        say(line)
     return code
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def header_lines(env: Mapping[str, str], project_dir: Path) -> Iterator[str]:

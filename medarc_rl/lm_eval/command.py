@@ -133,14 +133,10 @@ def _check(plan: LmEvalPlan, found: Found) -> None:
 
 def _has_all(plan: LmEvalPlan) -> bool:
     """Whether there is nothing left to evaluate. Tasks that a pattern names are not known yet."""
-    named = not any(_is_pattern(task) for task in plan.tasks)
+    named = not any(any(char in task for char in "*?[") for task in plan.tasks)
     jobs = [Job(task, shots) for task in plan.tasks for shots in plan.shots]
     done = all(is_done(plan.paths, candidate, job) for candidate in plan.candidates for job in jobs)
     return named and done and plan.sweep is None
-
-
-def _is_pattern(task: str) -> bool:
-    return any(char in task for char in "*?[")
 
 
 def _report(paths: LmEvalPaths, plan: LmEvalPlan, is_json: bool) -> None:

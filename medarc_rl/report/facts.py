@@ -569,7 +569,7 @@ def _judges_of(run: RunHistory) -> list[tuple[str, str]]:
 
 
 def _judge_cells(run: RunHistory, source: str, judge: str) -> list[str]:
-    sums = {name: _sum(run, source, f"judge/{judge}/{name}") for name in _SUMMED}
+    sums = {name: sum(finite(run.metrics.series(f"judge/{judge}/{name}", source)).values()) for name in _SUMMED}
     calls, cached = _of_calls(run, source, judge, "calls"), _of_calls(run, source, judge, "cache_hit_rate")
     hits = sum(cached.get(step, 0.0) * count for step, count in calls.items())
     seconds = _of_calls(run, source, judge, "latency_s")
@@ -583,10 +583,6 @@ def _judge_cells(run: RunHistory, source: str, judge: str) -> list[str]:
 
 def _of_calls(run: RunHistory, source: str, judge: str, name: str) -> dict[int, float]:
     return dict(finite(run.metrics.series(f"judge/{judge}/{name}", source)))
-
-
-def _sum(run: RunHistory, source: str, name: str) -> float:
-    return sum(finite(run.metrics.series(name, source)).values())
 
 
 def _judge_charts(run: RunHistory, source: str, judge: str) -> list[Chart]:

@@ -35,6 +35,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import CannotStart, StoppedEarly
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
+from prime_rl.utils.terminal import say
 
 ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
 LAUNCHER = "launcher"
@@ -96,14 +97,14 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
             # Ray has replaced the handlers: its own exit with the number of the signal.
             _end_on_signals()
             if options.address is not None and not asks_for_token():
-                _say(
+                say(
                     f"warning: Ray at {options.address} requires no token: any user who can reach it can run code there"
                 )
             bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for placement in cluster.placements:
                     gpus = f"GPU {','.join(placement.gpus)}" if placement.gpus else "no GPU"
-                    _say(f"{placement.name} ({placement.address}): {gpus}")
+                    say(f"{placement.name} ({placement.address}): {gpus}")
                 if len(bundles) > 1:
                     return _on_several_nodes(options, cluster, words)
                 return _on_one_node(options, config, cluster, words)
@@ -127,16 +128,16 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
         spec = ProcessSpec(LAUNCHER, argv, log, env, completes_run=True, relays=frozenset({signal.SIGUSR1}))
         with (
             LocalHost() as local,
-            ClusterHost(local, cluster.channels(), _say) as host,
+            ClusterHost(local, cluster.channels(), say) as host,
             shown(log),
         ):
-            outcome = Supervisor([spec], host, _say).run()
+            outcome = Supervisor([spec], host, say).run()
             refused = outcome.failed is not None and host.exit_code(LAUNCHER) == REFUSED
         if not outcome.succeeded:
             sys.stderr.write(f"{'' if outcome.was_stopped else 'error: '}{outcome.message}\n")
         return REFUSED if refused else outcome.exit_code, getattr(config, "recover", RecoverConfig())
 
-    return until_done(start, _say)
+    return until_done(start, say)
 
 
 def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: Sequence[str]) -> int:
@@ -152,7 +153,7 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
             return launch(RL, config, rl_screen, sharing, cluster=cluster), config.recover
         return launch(SFT, config, sft_screen, sharing, cluster=cluster), config.recover
 
-    return until_done(start, _say)
+    return until_done(start, say)
 
 
 def _end_on_signals() -> None:
@@ -216,11 +217,6 @@ def submission_id(env: Mapping[str, str]) -> str | None:
     except (KeyError, TypeError, ValueError):
         return None
     return found if isinstance(found, str) else None
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

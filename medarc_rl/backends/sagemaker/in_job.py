@@ -43,6 +43,7 @@ from prime_rl.utils.files import replacing_file
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
 from prime_rl.utils.private import private_directory
 from prime_rl.utils.scratch import scratch_directory
+from prime_rl.utils.terminal import say
 from prime_rl.utils.waiting import Wait
 
 # The hosts of a job become one Ray cluster, which the first host leads.
@@ -434,7 +435,7 @@ def _run_on_hosts(inputs: JobInputs, paths: MlPaths, run: str, local_disk: Path,
     secrets = resolved(inputs.secrets)
     argv = driver_argv(inputs, paths, shared / "run", hosts.ray_address)
     child = Child(argv, paths.source, {**hosts.ray_env(), **secrets})
-    with hosts.led(_say, child.end_soon) as tell:
+    with hosts.led(say, child.end_soon) as tell:
         code = child.run()
         code = 1 if hosts.lost and code == 128 + signal.SIGTERM else code
         tell(code)
@@ -446,11 +447,6 @@ def _finished(code: int, paths: MlPaths, lines: Sequence[str], secrets: Mapping[
     if code not in (0, 128 + signal.SIGTERM):
         write_failure(paths, list(lines), tuple(secrets.values()))
     return code
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def driver_argv(inputs: JobInputs, paths: MlPaths, run: Path, address: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
@@ -27,6 +26,7 @@ from prime_rl.utils.files import missing_advice
 from prime_rl.utils.imports import module_and_name
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.rows import kind_of
+from prime_rl.utils.terminal import tell
 
 # Arguments of built-in environments.
 
@@ -202,7 +202,7 @@ def _own_interpreter_fault(env: EnvConfig, start: StartDir, *modules: str) -> st
         assert env.python is not None
         return interpreter_fault(env.python, *modules)
     try:
-        return interpreter_fault(python_of(venv_of_project(start.find(env.project), _tell)), *modules)
+        return interpreter_fault(python_of(venv_of_project(start.find(env.project), tell)), *modules)
     except RunError as error:
         return f"project = {str(env.project)!r}: {error}"
 
@@ -216,11 +216,6 @@ def _installed_by_command(env_id: str) -> tuple[bool, str]:
     if found is None or found.is_whole:
         return found is not None, ""
     return True, f"its files in {found.directory} are gone: run `medarc_train env install {found.source}` again"
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def interpreter_fault(python: Path, *modules: str) -> str | None:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.storage import KeptRunConfig
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 from prime_rl.utils.pydantic_config.base import NULL_TEXT, Derivation, note_derivation
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
 
@@ -384,7 +384,7 @@ def sft_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     if mode.of_role("inference"):
         raise ValueError(f"{mode.of_role('inference')[0].text}: SFT starts no inference server: leave it out")
     trainer = _only(mode, "training")
-    _refuse(_trainer_faults(trainer))
+    raise_faults(_trainer_faults(trainer))
     gpus = trainer.sizes.gpus
     if gpus <= gpus_per_node:
         return {"deployment.type": "single_node", "deployment.num_gpus": gpus}
@@ -399,7 +399,7 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     """
     trainer = _only(mode, "training")
     servers = _only(mode, "inference") if mode.of_role("inference") else None
-    _refuse([*_trainer_faults(trainer), *([] if servers is None else _server_faults(servers))])
+    raise_faults([*_trainer_faults(trainer), *([] if servers is None else _server_faults(servers))])
     train, infer = trainer.sizes.gpus, 0 if servers is None else servers.sizes.gpus
     keys: dict[str, Any] = {}
     if servers is not None:
@@ -481,11 +481,6 @@ def _nodes(allocation: Allocation, gpus_per_node: int) -> int:
             "(deployment.gpus_per_node)"
         )
     return gpus // gpus_per_node
-
-
-def _refuse(faults: Iterator[str] | list[str]) -> None:
-    if lines := list(faults):
-        raise ValueError("\n".join(lines))
 
 
 RecoverMode = Literal["disabled", "off", "on", "auto", "resume", "fault"]

@@ -24,6 +24,7 @@ from prime_rl.inference.rendering import in_time
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import start_program
+from prime_rl.utils.terminal import tell
 
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.service import Service
@@ -135,7 +136,7 @@ def converse(plan: ChatPlan, speakers: list[Speaker]) -> int:
         elif message in ("/quit", "/exit"):
             break
         elif message.startswith("/"):
-            _tell(f"{message.split()[0]}: unknown command. {HELP}")
+            tell(f"{message.split()[0]}: unknown command. {HELP}")
         elif message:
             answered = [_show(speaker, message, plan) for speaker in speakers]
             succeeded = succeeded and all(answered)
@@ -151,7 +152,7 @@ def _show(speaker: Speaker, message: str, plan: ChatPlan) -> bool:
             sys.stdout.flush()
     except CannotAnswer as error:
         sys.stdout.flush()
-        _tell(f"error: {error}")
+        tell(f"error: {error}")
         return False
     except KeyboardInterrupt:
         if plan.prompts:
@@ -169,7 +170,7 @@ def _typed() -> Iterator[str]:
         return
     import readline  # noqa: F401 - gives `input` editing and a history
 
-    _tell(HELP)
+    tell(HELP)
     while True:
         try:
             yield input(PROMPT).strip()
@@ -178,20 +179,15 @@ def _typed() -> Iterator[str]:
             return
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
 def _entered(model: ChatModel, plan: ChatPlan, closing: ExitStack) -> Speaker | None:
     """A running speaker; None if a model that may be missing cannot be loaded."""
     try:
         return closing.enter_context(speaker_of(model, plan).loaded())
     except (EngineError, WeightError) as error:
         if not model.is_optional:
-            _tell(f"error: {error}")
+            tell(f"error: {error}")
             raise SystemExit(1) from None
-        _tell(f"warning: chatting without the base model: {error}")
+        tell(f"warning: chatting without the base model: {error}")
         return None
 
 
@@ -204,7 +200,7 @@ def main() -> None:
     with ExitStack() as closing:
         speakers = [speaker for model in plan.models if (speaker := _entered(model, plan, closing)) is not None]
         if plan.no_base:
-            _tell(f"warning: chatting without the base model: {plan.no_base}")
+            tell(f"warning: chatting without the base model: {plan.no_base}")
         # From here on Ctrl-C ends an answer.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

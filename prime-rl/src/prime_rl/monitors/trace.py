@@ -91,11 +91,6 @@ class Trace:
     def end(self, name: str, id: str, at_us: int | None = None, **args: Any) -> None:
         self._write("e", name, PHASES_THREAD, cat="session", id=id, ts=at_us, args=args)
 
-    def instant(self, name: str, category: Category, **args: Any) -> None:
-        """Record a moment."""
-        if self._fd is not None:
-            self._write("i", name, self._thread(), cat=category, s="t", args=args)
-
     def phase(self, doing: str, waits_for: str | None = None) -> None:
         """Record what the process does from now on. Ends the phase before.
 

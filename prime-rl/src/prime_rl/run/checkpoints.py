@@ -315,7 +315,7 @@ def _validated(config_cls: type[BaseSettings], table: dict[str, Any]) -> BaseSet
 
 
 def _changes(component: str, saved: BaseSettings, config: BaseSettings, prefix: str) -> Iterator[Change]:
-    was, now = (_by_key(each.model_dump()) for each in (saved, config))
+    was, now = ({dotted(path): value for path, value in leaves(each.model_dump())} for each in (saved, config))
     given = {key: value for key, value in now.items() if value is True}
     for key in dict.fromkeys((*was, *now)):
         if _is_below(key, was) or _is_below(key, now):
@@ -325,10 +325,6 @@ def _changes(component: str, saved: BaseSettings, config: BaseSettings, prefix: 
         if before != after and rule.effect != "attempt":
             is_refused = rule.effect == "refused" and rule.unless not in given
             yield Change(f"{prefix}{key}", before, after, rule, is_refused)
-
-
-def _by_key(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {dotted(path): value for path, value in leaves(table)}
 
 
 def _is_below(key: str, values: Mapping[str, Any]) -> bool:

@@ -214,7 +214,7 @@ def settle(paths: RunPaths) -> None:
             shutil.rmtree(deleted)
         for scratch in parent.glob(f"step_*{PARTIAL}"):
             target = scratch.with_suffix("")
-            if not target.exists() and _is_whole(scratch):
+            if not target.exists() and (scratch / STABLE).is_file() and find_damage(scratch, hashes=False) is None:
                 scratch.rename(target)
             else:
                 shutil.rmtree(scratch)
@@ -222,10 +222,6 @@ def settle(paths: RunPaths) -> None:
     for parent in (paths.root, paths.configs, paths.checkpoints, evaluation, run.root, run.control, run.samples):
         for file in parent.glob(f"*{TEMPORARY}"):
             file.unlink()
-
-
-def _is_whole(directory: Path) -> bool:
-    return (directory / STABLE).is_file() and find_damage(directory, hashes=False) is None
 
 
 # Who can read the files.

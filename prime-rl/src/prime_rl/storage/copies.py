@@ -261,7 +261,7 @@ class RemoteRun:
 
     @property
     def has_evaluation(self) -> bool:
-        return self._has(EvalPaths(self._paths.root).settings)
+        return self._path_of(EvalPaths(self._paths.root).settings) in self._objects
 
     @property
     def steps(self) -> list[int]:
@@ -409,9 +409,6 @@ class RemoteRun:
     def _below(self, directory: Path) -> list[S3Object]:
         place = f"{self._path_of(directory)}/"
         return [item for path, item in self._objects.items() if path.startswith(place)]
-
-    def _has(self, path: Path) -> bool:
-        return self._path_of(path) in self._objects
 
     def _path_of(self, path: Path) -> str:
         return path.relative_to(self._paths.root).as_posix()

@@ -72,3 +72,15 @@ def write_text_only() -> None:
 def stream_behind(stream: TextIO) -> TextIO:
     """The stream for a writer that escapes each value itself and adds colours."""
     return stream.rich_proxied_file if isinstance(stream, TextOnly) else stream
+
+
+def say(line: str) -> None:
+    """Write a line to stdout at once, even if stdout is a file."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

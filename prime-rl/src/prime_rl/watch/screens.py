@@ -23,6 +23,7 @@ from prime_rl.launch.logs import HEAD, Follower, polled, shown
 from prime_rl.launch.run import Screen
 from prime_rl.run.process import is_replica
 from prime_rl.utils.logger import readable
+from prime_rl.utils.terminal import say
 from prime_rl.watch.facts import Reader
 from prime_rl.watch.progress import RunProgress, clock
 from prime_rl.watch.status import StatusFile, kept
@@ -207,18 +208,13 @@ _OF_INTEREST = re.compile(r"\d\d:\d\d:\d\d\S*\s+\S*(SUCCESS|WARNING|ERROR)|still
 """Lines of an evaluator's log that the user of a training wants to see."""
 
 
-def _write_line(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 @dataclass(frozen=True, slots=True)
 class LogScreen:
     """Shows the log of one child, with the launcher's lines in between."""
 
     job: Job
     child: str
-    say: Callable[[str], None] = _write_line
+    say: Callable[[str], None] = say
 
     def line(self, text: str) -> None:
         self.say(text)

@@ -14,11 +14,6 @@ class Attempt:
     """The number of the row, or its `id`."""
     is_eval: bool
 
-    @property
-    def stat_scope(self) -> str:
-        """The name under which its figures belong."""
-        return "eval-rollout" if self.is_eval else "rollout"
-
 
 _CURRENT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
 

@@ -33,8 +33,8 @@ class Buffer:
 
     A random row is drawn with replacement, and depends only on `seed`, the number of draws and the difficulty pools.
     In turn, the next row follows the last one; after the end of the dataset comes its beginning. So a resumed run
-    continues with the same examples. Examples returned with `put_back` come first. Rows of an endless environment are
-    drawn in their order, each once, and are in no pool.
+    continues with the same examples. Examples that were in flight when the state was saved
+    come first. Rows of an endless environment are drawn in their order, each once, and are in no pool.
 
     Records draws and rejections in `ledger`. The scheduler and the steps add to it, so one file has the fate of each
     example.
@@ -105,10 +105,6 @@ class Buffer:
             row = rows[index] if index < len(rows) else rows[0]
         self._next_rows[env] = row + 1
         return row
-
-    def put_back(self, examples: Iterable[ExampleRef]) -> None:
-        """Queue examples, to be returned by `sample` before it draws new ones."""
-        self._waiting.extend(examples)
 
     def accepts(self, group: Group) -> bool:
         """Whether to train on a finished group. Moves its example to the easy or hard pool if a threshold is reached.

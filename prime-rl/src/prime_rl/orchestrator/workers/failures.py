@@ -117,7 +117,7 @@ class Failures:
             reason = "other"
         self._groups += 1
         self._counts[reason] += 1
-        if not _is_of_environment(error):
+        if isinstance(error, GroupFailed) and not error.is_of_environment:
             return
         self._first.setdefault(reason, _shown(error))
         self._failed.append(reason)
@@ -140,10 +140,6 @@ def reason_of(error: BaseException) -> str:
     """A name for what failed a group, as metrics have it."""
     found = getattr(error, "reason", None) or getattr(error, "kind", None) or type(error).__name__
     return re.sub(r"[^\w.-]", "_", str(found))[:64]
-
-
-def _is_of_environment(error: Exception) -> bool:
-    return not (isinstance(error, GroupFailed) and not error.is_of_environment)
 
 
 def _shown(error: Exception) -> str:

@@ -144,14 +144,10 @@ def _is_plain_mlp(module: nn.Module) -> bool:
     """Whether the module computes exactly `_FORMULA`, with linear layers without biases or adapters."""
     linears = [getattr(module, name, None) for name in _PROJECTIONS]
     return (
-        all(_is_plain_linear(linear) for linear in linears)
+        all(type(linear) is nn.Linear and linear.bias is None and not linear._forward_hooks for linear in linears)
         and isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
         and _has_formula(type(module))
     )
-
-
-def _is_plain_linear(module: nn.Module | None) -> bool:
-    return type(module) is nn.Linear and module.bias is None and not module._forward_hooks
 
 
 def _has_formula(kind: type[nn.Module]) -> bool:

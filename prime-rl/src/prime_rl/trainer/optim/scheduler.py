@@ -33,7 +33,7 @@ def setup_scheduler(config: SchedulerConfig, optimizer: Optimizer, max_steps: in
     match config:
         case LinearSchedulerConfig():
             span = Span(warmup_of(config, max_steps), max_steps, config.decay_steps)
-            factor = partial(linear_factor, span, _floor(config.min_lr, lr))
+            factor = partial(linear_factor, span, config.min_lr / lr if config.min_lr and lr else _SMALLEST_FACTOR)
         case CosineSchedulerConfig():
             span = Span(warmup_of(config, max_steps), max_steps)
             factor = partial(cosine_factor, span, config.min_lr / lr if lr else 0.0)
@@ -90,7 +90,3 @@ def cosine_factor(span: Span, floor: float, update: int) -> float:
         return start + (1 - start) * update / span.warmup
     x = (min(update, span.total) - span.warmup) / (span.total - span.warmup)
     return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * x))
-
-
-def _floor(min_lr: float, lr: float) -> float:
-    return min_lr / lr if min_lr and lr else _SMALLEST_FACTOR

@@ -161,7 +161,6 @@ class PrefixCache:
         self.size_bytes = 0
         self.epoch = 0
         """Number of weight updates so far; identifies the live weights."""
-        self.num_reused_tokens = 0
         """Number of prompt tokens that were not prefilled again."""
         self._entries: OrderedDict[int, CachedPrefix] = OrderedDict()
         self._index: dict[int, CachedPrefix] = {}
@@ -199,7 +198,6 @@ class PrefixCache:
 
     def load(self, match: Match, row: int) -> None:
         """Copy the keys and values of a match into a slot row."""
-        self.num_reused_tokens += match.length
         if isinstance(match.source, CachedPrefix):
             self._entries.move_to_end(id(match.source))
             self.slots.write_row(match.source.tensors, row, match.length)

@@ -57,11 +57,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def fill_of(lengths: np.ndarray, bins: np.ndarray, capacity: int) -> float:
-    """Fraction of the bins' capacity that is used."""
-    return float(lengths.sum()) / ((int(bins.max()) + 1) * capacity) if len(bins) else 1.0
-
-
 _WINDOW_SAMPLES = 1024
 """Samples that `best_fit` packs at once, within `_WINDOW_TOKENS`. More fill rows better but delay the start."""
 _WINDOW_ROWS = 16
