@@ -26,9 +26,10 @@ class Answer:
 
     @property
     def last_line(self) -> str:
-        """The last line of what it complained about, or else said."""
-        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        return lines[-1] if lines else f"exit code {self.code}"
+        """The last line of what it complained about, or else said. Not a line of a frame, such as asterisks."""
+        lines = [line.strip() for line in (self.stderr.strip() or self.stdout.strip()).splitlines()]
+        worded = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("**")]
+        return (worded or lines)[-1] if lines else f"exit code {self.code}"
 
 
 def ask(

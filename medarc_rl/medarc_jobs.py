@@ -71,6 +71,7 @@ class LogsOptions:
 @dataclass(frozen=True, kw_only=True)
 class CancelOptions:
     jobs: Jobs
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask, on a terminal, whether these are the jobs.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,9 @@ def cancel(options: CancelOptions) -> int:
     """End jobs. A run saves a checkpoint first, where its back-end leaves it the time."""
     log = JobLog.of_user()
     records = [log.find(name) for name in options.jobs]
+    if not options.yes and not _is_confirmed(records):
+        say("nothing was cancelled")
+        return 1
     faults: list[str] = []
     for record in records:
         try:
@@ -157,6 +161,16 @@ def cancel(options: CancelOptions) -> int:
     if faults:
         raise MedarcError(*map(printable, faults))
     return 0
+
+
+def _is_confirmed(records: Sequence[JobRecord]) -> bool:
+    """Name the jobs and ask, where somebody can answer: `last` may be another job than the one that they think of."""
+    if not sys.stdin.isatty():
+        return True
+    named = [f"{each.name} ({each.backend} {each.id}, submitted {local_time(each.submitted)})" for each in records]
+    sys.stderr.write(f"cancel {printable(', '.join(named), 1000)}? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def wait(options: WaitOptions) -> int:

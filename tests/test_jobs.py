@@ -253,6 +253,30 @@ def test_only_jobs_that_have_not_ended_are_cancelled(log: JobLog) -> None:
     assert result.stderr == "error: first (first-7) has ended already: failed\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "answer", "cancelled"), [((), "n", False), ((), "", False), ((), "y", True), (("--yes",), "", True)]
+)
+def test_on_a_terminal_cancel_names_the_job_and_asks(
+    words: tuple[str, ...],
+    answer: str,
+    cancelled: bool,
+    log: JobLog,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Told.statuses = iter([Status("running")])
+    log.save(a_job("first"))
+    ours, theirs = os.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    with os.fdopen(theirs, encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        code = medarc_jobs.app(["cancel", "last", *words], standalone_mode=False)
+    os.close(ours)
+    asked = capsys.readouterr().err
+    assert (code, Told.cancelled) == ((0, ["first-7"]) if cancelled else (1, []))
+    assert ("first-7" in asked and asked.endswith("[y/N] ")) == (not words)
+
+
 def test_log_lines_cannot_act_on_a_terminal(log: JobLog) -> None:
     log.save(a_job())
     assert jobs("logs", "last").stdout == "step 1\n    loss ? 2\nstep 3\n"

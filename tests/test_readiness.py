@@ -152,7 +152,9 @@ def test_what_sbatch_says_against_the_job_is_told(scontrol: Describe, stand_ins,
 
 
 def test_a_controller_that_is_down_is_one_row(scontrol: Describe, tmp_path: Path) -> None:
-    scontrol(ping="is DOWN")
+    # As Slurm says it, with a frame around a request to its administrator.
+    stars = "*" * 41
+    scontrol(ping=f"is DOWN\n{stars}\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n{stars}")
     rows = list(cluster_rows(make_job(tmp_path)))
     assert failures(rows) == {"slurm": "the controller (slurmctld) does not answer: Slurmctld(primary) at head is DOWN"}
     assert len(rows) == 1

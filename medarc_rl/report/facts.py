@@ -35,6 +35,7 @@ from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.describe import value_text
 from prime_rl.utils.tables import leaves
+from prime_rl.utils.terminal import cut_inside
 
 # The top of the page: tiles for one run, a table for several
 
@@ -268,7 +269,7 @@ def log_warnings(run: RunHistory) -> list[str]:
         name = file.stem
         for line in _tail(file).split("\n"):
             if _WARNING.search(line):
-                found[f"{name}: {shortened(line.strip(), 300)}"] = None
+                found[f"{name}: {cut_inside(line.strip(), 600)}"] = None
     return list(found)[-MAX_WARNINGS:]
 
 

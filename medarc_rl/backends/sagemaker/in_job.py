@@ -43,7 +43,7 @@ from prime_rl.utils.files import replacing_file
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
 from prime_rl.utils.private import private_directory
 from prime_rl.utils.scratch import scratch_directory
-from prime_rl.utils.terminal import say
+from prime_rl.utils.terminal import cut_inside, say
 from prime_rl.utils.waiting import Wait
 
 # The hosts of a job become one Ray cluster, which the first host leads.
@@ -497,7 +497,9 @@ def write_failure(paths: MlPaths, lines: Sequence[str], secrets: Sequence[str]) 
     plain = "".join(char if char.isprintable() or char == "\n" else " " for char in text)
     try:
         paths.failure.parent.mkdir(parents=True, exist_ok=True)
-        paths.failure.write_text(plain[:_FAILURE_CHARS] if errors else plain[-_FAILURE_CHARS:], encoding="utf-8")
+        paths.failure.write_text(
+            cut_inside(plain, _FAILURE_CHARS) if errors else plain[-_FAILURE_CHARS:], encoding="utf-8"
+        )
     except OSError as error:
         sys.stderr.write(f"warning: {paths.failure}: {error.strerror}\n")
 

@@ -27,6 +27,7 @@ from prime_rl.utils.errors import NotPrivate, RunError, UserError
 from prime_rl.utils.files import PARTIAL, locked_file, replacing_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.private import home_directory, private_directory
+from prime_rl.utils.terminal import cut_inside
 
 # Environments that `medarc_train env install` has put on this machine, and which of them a process uses.
 #
@@ -367,4 +368,4 @@ def _one_line(said: str) -> str:
     start = max(said.find("error:"), 0) or max(said.find("×"), 0)
     plain = re.sub(r"[╰─▶│├×]|[^\w\s!-~]", " ", said[start:].removeprefix("error:"))
     text = " ".join(plain.split())
-    return text if len(text) <= _TOLD_CHARS else f"{text[: _TOLD_CHARS - 1]}…"
+    return cut_inside(text, _TOLD_CHARS)

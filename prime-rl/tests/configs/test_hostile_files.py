@@ -124,7 +124,7 @@ def test_a_crowd_of_bases_is_refused(toml) -> None:
         ("--trainer-gpu-ids", "[" * DEEPER, "nested too deeply"),
         ("--output-dir", os.fsdecode(b"/tmp/\xff"), "is not UTF-8"),
         (f"--orchestrator.env.{10**30}.id", "x", "so the next index is 1"),
-        (f"--orchestrator.env.{LONG_INT}.id", "x", "..."),
+        (f"--orchestrator.env.{LONG_INT}.id", "x", " … "),
     ],
 )
 def test_a_hostile_option_is_one_line(option: str, value: str, fault: str) -> None:

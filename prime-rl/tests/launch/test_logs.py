@@ -50,7 +50,7 @@ def test_of_a_progress_bar_the_tail_has_what_stood_there_last(tmp_path: Path) ->
         (["Traceback (most recent call last):", "ValueError: row text"], "ValueError"),
         (["12:30:05 WARNING hot", "it broke"], None),
         ([], None),
-        (["12:30:06   ERROR " + "long " * 100], "long " * 39 + "long…"),
+        (["12:30:06   ERROR " + "a" * 500 + "b" * 500], "a" * 298 + " … " + "b" * 299),
         (["12:30:06   ERROR the key k-12345 is refused"], "the key *** is refused"),
     ],
 )

@@ -9,7 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from prime_rl.utils.terminal import TextOnly, plain
+from prime_rl.inference.protocol import RequestError
+from prime_rl.launch.logs import reason_in
+from prime_rl.utils.errors import one_line
+from prime_rl.utils.terminal import TextOnly, cut_inside, plain
+from prime_rl.watch.progress import printable
 
 
 @pytest.mark.parametrize(
@@ -51,3 +55,20 @@ def test_a_program_of_ours_prints_text_in_any_encoding() -> None:
     assert done.stdout.splitlines()[0] == rb"\u2026\x1b[2J"
     assert done.stdout.splitlines()[1].endswith(rb"WARNING \x1b]0;title\x07\u2026")
     assert done.stderr == rb"\u6e29\x07" + b"\n"
+
+
+def test_a_cut_message_keeps_its_beginning_and_its_remedy() -> None:
+    said = f"trainer.data: the file {'x' * 5000} cannot be read: give another one with --data.name"
+    assert cut_inside(said, len(said)) == said
+    cuts = {
+        "a cut": cut_inside(said, 200),
+        "an error": one_line(said, 200),
+        "a line of a terminal": printable(said, 200),
+        "the reason in a launch's last line": reason_in([f"12:00:00   ERROR {said}"]) or "",
+        "an answer over HTTP": RequestError(said).body()["error"]["message"],
+    }
+    for what, cut in cuts.items():
+        assert cut.startswith("trainer.data: the file xxx"), what
+        assert cut.endswith("xxx cannot be read: give another one with --data.name"), what
+        assert len(cut) <= 1000, what
+    assert len(cuts["a cut"]) == 200

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prime_rl.utils.http_server import MAX_MESSAGES
+from prime_rl.utils.terminal import cut_inside
 
 # Limits on what one request may ask for. Requests beyond them are refused with status 4xx.
 
@@ -88,7 +89,7 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """Build OpenAI's error object. As in vLLM, `type` is derived from the status, such as `BadRequestError`."""
         name = HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
-        message = str(self)[:_MAX_MESSAGE_CHARS]
+        message = cut_inside(str(self), _MAX_MESSAGE_CHARS)
         return {"error": {"message": message, "type": name, "param": self.param, "code": int(self.status)}}
 
 

@@ -14,13 +14,14 @@ from typing import BinaryIO
 
 from prime_rl.launch.spec import ProcessSpec
 from prime_rl.utils.logger import readable
+from prime_rl.utils.terminal import cut_inside
 
 HEAD = "===="
 """Start of the line that begins an attempt."""
 
 _ERROR = re.compile(r"(?:\d{2}:\d{2}:\d{2}\s+(?:ERROR|CRITICAL)\s+|error: )(\S.*)")
 _EXCEPTION = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception))(?::|$)")
-_MAX_REASON_CHARS = 200
+_MAX_REASON_CHARS = 600
 _TAIL_BYTES = 65_536
 _LOOK_EVERY_S = 0.1
 
@@ -86,7 +87,7 @@ def reason_in(lines: Sequence[str], secrets: Iterable[str] = ()) -> str | None:
         return None
     for secret in filter(None, secrets):
         found = found.replace(secret, "***")
-    return found if len(found) <= _MAX_REASON_CHARS else f"{found[: _MAX_REASON_CHARS - 1]}…"
+    return cut_inside(found, _MAX_REASON_CHARS)
 
 
 class Follower:

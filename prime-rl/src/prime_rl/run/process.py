@@ -26,6 +26,7 @@ from threading import Thread
 import prime_rl
 from prime_rl.run.paths import TRACE_VARIABLE
 from prime_rl.utils.scratch import LAUNCH_VARIABLE, OWNER_LOCK
+from prime_rl.utils.terminal import cut_inside
 
 # The heartbeat. Each process has a file, `OUT/control/<process>.beat`. Its first line is overwritten in place; what
 # follows is left from longer lines. A process writes when it makes progress, never by a timer, which would go on while
@@ -138,7 +139,7 @@ class HeartbeatWriter:
             # The one that is called for the longest time without a gap.
             called = next(iter(self._calls), None)
         waits_for = self._waits_for or called
-        words = self._doing[:MAX_WORDS_CHARS]
+        words = cut_inside(self._doing, MAX_WORDS_CHARS)
         record = json.dumps([self._count, time.time(), words, waits_for, self._is_started, self._pids]).encode()
         # A full disk must not end the process.
         with contextlib.suppress(OSError):

@@ -24,6 +24,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
+from prime_rl.utils.terminal import cut_inside
+
 MAX_FAULTS = 100
 """Most faults that one ConfigError lists."""
 MAX_LINE_CHARS = 2000
@@ -114,8 +116,7 @@ def one_line(error: BaseException | str, max_chars: int = MAX_LINE_CHARS) -> str
     """
     text = error if isinstance(error, str) else _text_of(error)
     # Cut before splitting: the text may be megabytes of data.
-    words = " ".join(text[: 2 * max_chars].split())
-    shown = words if len(words) <= max_chars and len(text) <= 2 * max_chars else f"{words[:max_chars]}..."
+    shown = cut_inside(" ".join(cut_inside(text, 4 * max_chars).split()), max_chars)
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
 
 

@@ -34,6 +34,17 @@ def plain(text: str) -> str:
     return escaped(_COLOUR.sub("", text))
 
 
+def cut_inside(text: str, max_chars: int) -> str:
+    """At most `max_chars` characters of a message: its beginning and its end.
+
+    What is wrong stands at the beginning, what to do about it at the end.
+    """
+    if len(text) <= max_chars:
+        return text
+    head = (max_chars - 3) // 2
+    return f"{text[:head]} … {text[len(text) - (max_chars - 3 - head) :]}"
+
+
 class TextOnly:
     """A text stream that writes `plain` text, and has its own escapes for what its encoding lacks.
 

@@ -158,7 +158,7 @@ _LINE = re.compile(
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL_LINES = 400
-MAX_CHARS = 200
+MAX_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)

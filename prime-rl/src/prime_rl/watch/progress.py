@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.terminal import cut_inside
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -260,14 +261,14 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 
 def printable(text: str, max_chars: int = 300) -> str:
     """One line without escape sequences and control characters, of bounded length."""
-    return visible(text[: 4 * max_chars].replace("\t", " ").strip(), max_chars).strip()
+    return visible(cut_inside(text, 4 * max_chars).replace("\t", " ").strip(), max_chars).strip()
 
 
 def visible(text: str, max_chars: int) -> str:
     """As `printable`, but indentation stays."""
-    cut = _ESCAPE.sub("", text[: 4 * max_chars]).expandtabs(4)
+    cut = _ESCAPE.sub("", cut_inside(text, 4 * max_chars)).expandtabs(4)
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in cut)
-    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
+    return cut_inside(line, max_chars)
 
 
 def shown_clock(seconds: float | None) -> str:

@@ -24,6 +24,7 @@ from prime_rl.utils.engine_keys import is_loopback
 from prime_rl.utils.errors import RunError
 from prime_rl.utils.limits import allow_connections
 from prime_rl.utils.logger import get_logger
+from prime_rl.utils.terminal import cut_inside
 from prime_rl.utils.waiting import Wait
 
 _WAIT_S = 30.0
@@ -310,7 +311,7 @@ def _message(text: bytes) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         shown = text[: 4 * _SHOWN_CHARS].decode("utf-8", "replace")
     line = " ".join("".join(each if each.isprintable() else " " for each in shown).split())
-    return line[:_SHOWN_CHARS] or "an empty body"
+    return cut_inside(line, _SHOWN_CHARS) or "an empty body"
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from prime_rl.utils.terminal import cut_inside
+
 Level = Literal["ok", "warn", "fail"]
 MAX_CHARS = 600
 
@@ -37,7 +39,7 @@ class Reporter:
         self._send({"trying": what})
 
     def found(self, level: Level, subject: str, text: str) -> None:
-        self._send(asdict(Finding(level, subject, text[:MAX_CHARS])))
+        self._send(asdict(Finding(level, subject, cut_inside(text, MAX_CHARS))))
 
     def done(self) -> None:
         self._send({"done": True})

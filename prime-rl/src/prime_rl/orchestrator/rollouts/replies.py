@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.utils.terminal import cut_inside
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -112,4 +113,4 @@ def error_message(answer: bytes) -> str:
         text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     except msgspec.DecodeError:
         text = answer.decode(errors="replace")
-    return " ".join(text.split())[:500]
+    return cut_inside(" ".join(text.split()), 500)
