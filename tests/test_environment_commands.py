@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from medarc_rl.environments.making import ABOUT
 from medarc_rl.medarc_train import app
 from prime_rl.checks.packages import interpreter_fault
 from prime_rl.interpreters import DIRECTORY_VARIABLE, Registry
+
+ROOT = Path(__file__).resolve().parents[1]
 
 BROKEN = """
 import asyncio
@@ -258,6 +261,23 @@ def test_packages_that_are_made_pass_the_check(kind: str, place: Path, monkeypat
     result = env("check", name, "--rows", 2)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].endswith("0 warnings, 0 failures")
+
+
+@pytest.mark.slow
+def test_a_package_with_a_tool_trains_on_a_cpu_by_the_commands_of_its_page(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a model of the repository and the short chat template of the package."""
+    assert env("new", "calculator", "--kind", "tools").exit_code == 0
+    (place / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setenv("PYTHONPATH", str(place / "calculator"))
+    page = (place / "calculator" / "README.md").read_text()
+    tries, trains = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    for line, more in ((tries, ["-n", "1"]), (trains, ["--max-steps", "1"])):
+        program, *words = shlex.split(line.removeprefix("uv run "))
+        words = [str(Path(sys.executable).with_name(program)), *words, *more]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def _write(options: NewOptions, target: Path) -> None:
         "name": options.name,
         # The commands in the files work from here, as `next:` does.
         "folder": one_line(shlex.quote(str(target))),
+        "template": one_line(shlex.quote(str(target / "short_tools.jinja"))),
         "rl_config": one_line(shlex.quote(str(target / "rl.toml"))),
         "prefix": command_prefix(os.environ),
         "module": module,
@@ -97,6 +98,8 @@ def _write(options: NewOptions, target: Path) -> None:
         f"{module}.py": f"{stem}.py.j2",
         f"test_{module}.py": f"test_{stem}.py.j2",
     }
+    if options.kind == "tools":
+        files["short_tools.jinja"] = "short_tools.jinja.j2"
     options.directory.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(target):
         raise FileExistsError(target)
