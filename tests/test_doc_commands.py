@@ -63,6 +63,7 @@ NOT_RUN = {
 
 
 RUN_BY = {
+    "docs/choices.md": "tests/test_choices_page.py",
     "docs/environments.md": "tests/test_environment_page.py",
     "docs/own_loss.md": "tests/test_own_loss_page.py",
     "docs/s3.md": "tests/test_s3_page.py",
