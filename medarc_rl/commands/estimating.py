@@ -63,12 +63,15 @@ def sft_answer(
     """Estimate an SFT run on `gpu`; None is one that is not known. `place` is where a model's files are.
 
     Raises:
-        UsageError: the model's shape is not known.
+        UsageError: the model's shape, or the length of the rows, is not known.
     """
     from prime_rl.checks.memory import estimate_sft
     from prime_rl.checks.memory.changes import Variant, sft_changes
     from prime_rl.configs.rollouts.judges import frozen_judges
+    from prime_rl.configs.sft import length_fault
 
+    if (fault := length_fault(config.data)) is not None:
+        raise UsageError(f"--estimate: {fault}")
     shape = _shape(place(config.model.name), config.model.debug.num_layers)
     judges = () if config.eval is None else frozen_judges(config.eval.judge, config.device)
     frozen = _frozen_shapes(judges, place)

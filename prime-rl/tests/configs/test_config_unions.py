@@ -19,6 +19,8 @@ from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning, load_conf
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, set_at, with_underscores
 from prime_rl.utils.pydantic_config.schema import alternatives, list_items, sections_among, tag_of, walk_fields
 
+NEEDED = {"eval": {"environment_ids": ["x"]}, "sft": {"data": {"seq_len": 64}}}
+"""What a root has no default for, by component."""
 REQUIRED = {"import_path": "x.y", "num_train_nodes": 1, "num_infer_nodes": 1}
 """Keys without a default, of some variant."""
 
@@ -237,7 +239,7 @@ def test_a_wrong_key_is_no_key_of_the_type_before(toml, faults) -> None:
 def test_a_config_with_dashes_is_the_same_config(root: type, toml) -> None:
     """The resolved defaults, written out and read with dashes."""
     try:
-        plain = load_config(root, [], {"environment_ids": ["x"]} if root.component == "eval" else {})
+        plain = load_config(root, [], NEEDED.get(root.component, {}))
     except ConfigError as error:
         pytest.fail(str(error))
     dump = plain.model_dump(mode="json", exclude_none=True)

@@ -128,12 +128,14 @@ def refuse_unstartable(config: RootConfig) -> None:
 def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     # `sft` loads none of RL's configs, nor `rl` those of SFT.
     from prime_rl.checks.data_files import data_faults
+    from prime_rl.configs.sft import length_fault
 
     yield from _run_faults(config.output_dir, config, start)
     yield from changed_key_faults(config.ckpt, RunPaths(start.find(config.output_dir)), compared_configs(config))
     untrained = list(_trained_faults("model.name", config.model, start))
     yield from untrained
     yield from tokenizer_faults(config.tokenizer, config.model, start)
+    yield from filter(None, (length_fault(config.data),))
     yield from data_faults(config, start)
     if config.eval is not None:
         yield from _evaluation_faults(config, start, judges_model=not untrained)

@@ -6,7 +6,7 @@ from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from prime_rl.configs.areal import LaunchedConfig
 from prime_rl.configs.eval import OfflineEvalConfig
@@ -175,18 +175,27 @@ class SFTEvalConfig(BaseConfig):
     """Maximum number of rollouts at once, over all environments. None sets no limit."""
 
 
+NOT_SET: Any = None
+"""Default of a number without which no run starts. A config can be read and completed before it is known."""
+
+
+def _known_or_not_set(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return NOT_SET if value is NOT_SET else check(value)
+
+
 class BaseDataConfig(BaseConfig):
     """Batches and packing."""
 
     batch_size: Count = 128
     """Packed sequences per step, over all ranks."""
 
-    seq_len: Count = 128
-    """Length of a packed sequence, and maximum length of a sample, in tokens."""
+    seq_len: Annotated[Count, WrapValidator(_known_or_not_set)] = Field(NOT_SET)
+    """Length of a packed sequence, and maximum length of a sample, in tokens. A run needs it, here or as
+    `model.seq_len`."""
 
-    pack_function: Literal["cat", "stack", "best_fit"] = "cat"
-    """How samples fill rows of `seq_len * micro_batch_size` tokens. `cat`: in order, cutting each row's last sample.
-    `best_fit`: whole samples, chosen to fill rows. `stack`: samples of similar length. Samples never attend to each
+    pack_function: Literal["best_fit", "cat", "stack"] = "best_fit"
+    """How samples fill rows of `seq_len * micro_batch_size` tokens. `best_fit`: whole samples, chosen to fill rows.
+    `cat`: in order, cutting each row's last sample. `stack`: samples of similar length. Samples never attend to each
     other."""
 
     micro_batch_size: Count = 1
@@ -198,6 +207,16 @@ class BaseDataConfig(BaseConfig):
             size, rows = self.batch_size, self.micro_batch_size
             raise ValueError(f"batch_size ({size}) is not a multiple of micro_batch_size ({rows})")
         return self
+
+
+def length_fault(data: BaseDataConfig, section: str = "data") -> str | None:
+    """Why a run cannot start without a length of its rows."""
+    if data.seq_len is not NOT_SET:
+        return None
+    return (
+        f"{section}.seq_len is not set: give the tokens of a packed row, which longer samples are cut to, such as "
+        f"{section}.seq_len = 2048 (earlier versions took 128; --preflight shows the lengths of the data)"
+    )
 
 
 def batch_fault(data: BaseDataConfig, processes: int) -> str | None:
@@ -528,17 +547,18 @@ class SFTConfig(LaunchedConfig):
 
     @model_validator(mode="after")
     def _share_sequence_length(self) -> Self:
-        """`model.seq_len` is another name of `data.seq_len`."""
+        """`model.seq_len` is another name of `data.seq_len`, which validation takes too."""
         if "seq_len" in self.model.model_fields_set and "seq_len" not in self.data.model_fields_set:
             derive(self.data, "model.seq_len is set", seq_len=self.model.seq_len)
-            if self.val is not None and "seq_len" not in self.val.data.model_fields_set:
-                derive(self.val.data, "model.seq_len is set", seq_len=self.model.seq_len)
+        if self.val is not None and "seq_len" not in self.val.data.model_fields_set:
+            derive(self.val.data, "data.seq_len", seq_len=self.data.seq_len)
         return self
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults(), *evaluation_faults(self)])
-        derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
+        if self.data.seq_len is not NOT_SET:
+            derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
         derive(self.model, "SFT has no fused output layer", fused_lm_head_chunk_size="disabled")
         prepare_server(self)
@@ -550,15 +570,16 @@ class SFTConfig(LaunchedConfig):
 
     def _sequence_faults(self) -> Iterator[str]:
         data, cp = self.data, self.model.cp
-        if "seq_len" in self.model.model_fields_set and self.model.seq_len != data.seq_len:
+        is_known = data.seq_len is not NOT_SET
+        if is_known and "seq_len" in self.model.model_fields_set and self.model.seq_len != data.seq_len:
             yield f"model.seq_len ({self.model.seq_len}) and data.seq_len ({data.seq_len}) differ: set one"
         if cp > 1 and data.pack_function != "cat":
             yield f"model.cp ({cp}) needs data.pack_function = 'cat' (got {data.pack_function!r})"
-        if cp > 1 and data.seq_len % cp != 0:
+        if cp > 1 and is_known and data.seq_len % cp != 0:
             yield f"data.seq_len ({data.seq_len}) is not a multiple of model.cp ({cp})"
         if cp > 1 and data.micro_batch_size != 1:
             yield f"model.cp ({cp}) needs data.micro_batch_size = 1 (got {data.micro_batch_size})"
-        if data.pack_function == "stack" and data.seq_len % STACK_MULTIPLE != 0:
+        if data.pack_function == "stack" and is_known and data.seq_len % STACK_MULTIPLE != 0:
             yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
 
     def _epoch_faults(self) -> Iterator[str]:

@@ -31,6 +31,7 @@ def _rule(effect: Effect, why: str, *keys: str, unless: str = "") -> ResumeRule:
 
 
 _ROWS = "the saved position in the data would not be valid"
+_PACKING = f"{_ROWS} (earlier versions took cat where the config did not say)"
 _ORDER = "the data order would change"
 _SHAPES = "the checkpoint does not fit another adapter"
 _DRAWS = "examples would be drawn in another order"
@@ -82,6 +83,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     # SFT.
     _rule("none", "the tokenizer itself is compared", "sft.tokenizer"),
     _rule("refused", _ROWS, "sft.data", "sft.model.seq_len", unless="ckpt.skip_dataloader"),
+    _rule("refused", _PACKING, "sft.data.pack_function", unless="ckpt.skip_dataloader"),
     _rule(
         "refused", _ORDER, "sft.data.seed", "sft.data.shuffle", "sft.data.probabilities", unless="ckpt.skip_dataloader"
     ),

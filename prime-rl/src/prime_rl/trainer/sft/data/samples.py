@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
-from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig, length_fault
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import BadRow, DataError
 from prime_rl.trainer.sft.data.conversation import (
@@ -111,6 +111,8 @@ class SampleMaker:
     def __init__(
         self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_RENDER_S
     ) -> None:
+        if (fault := length_fault(config, config.section)) is not None:
+            raise DataError(fault)
         self.config = config
         self.max_row_s = max_row_s
         self._tokenize = ConversationTokenizer(
