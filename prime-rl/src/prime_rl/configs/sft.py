@@ -1,6 +1,7 @@
 """Supervised fine-tuning: root of `sft`."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from math import isclose
 from pathlib import Path
@@ -239,6 +240,20 @@ class FakeDataConfig(BaseDataConfig):
     """Tokens of the samples."""
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One side of a dataset of which a part is held out for validation: `val.size` or `val.fraction`."""
+
+    size: int | None
+    fraction: float | None
+    seed: int
+    is_validation: bool
+    """Which side. The other one is trained on."""
+
+    def __str__(self) -> str:
+        return f"val.size = {self.size}" if self.size is not None else f"val.fraction = {self.fraction}"
+
+
 class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     """A dataset of conversations."""
 
@@ -299,6 +314,16 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     stops the run. Common metadata, such as `id` and `timestamp`, need not be listed."""
 
     _section: str = PrivateAttr("data")
+    _split: Split | None = PrivateAttr(None)
+
+    @property
+    def split(self) -> Split | None:
+        """The side of a split that these rows are. None takes all rows."""
+        return self._split
+
+    def take_side(self, split: Split) -> None:
+        """Set `split`. Call it only in validators."""
+        self._split = split
 
     @property
     def section(self) -> str:
@@ -347,6 +372,12 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
             yield f"probabilities must be at least 0 and add up to 1 (got {shares})"
 
 
+TRAINED_VALIDATION = (
+    "[val] names no other rows, so the validation loss is that of training rows: set val.fraction or val.size to hold "
+    "some out, or val.data.name"
+)
+
+
 class ValConfig(BaseConfig):
     """Validation during training: the loss on other rows, each counted once."""
 
@@ -355,6 +386,14 @@ class ValConfig(BaseConfig):
 
     on_start: bool = False
     """Also validate before the first step."""
+
+    size: Count | None = None
+    """Rows of `data` to hold out for validation, instead of another dataset; at most so many, since rows with the same
+    prompt stay on one side. None holds out none, or `fraction`."""
+
+    fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of the rows of `data` to hold out for validation, instead of another dataset. Seed and prompt decide for
+    each row, so that rows which are added later move no other. None holds out none, or `size`."""
 
     data: SFTDataConfig = SFTDataConfig()
     """The dataset. Unset keys take the values of `data`, but `columns` is taken whole. Rows are always packed with
@@ -365,7 +404,14 @@ class ValConfig(BaseConfig):
         self.data.name_section("val.data")
         if self.data.streaming:
             raise ValueError("data.streaming = true: validation reads all of its rows at the start")
+        if self.size is not None and self.fraction is not None:
+            raise ValueError(f"size ({self.size}) and fraction ({self.fraction:g}) are both set: give one")
         return self
+
+    @property
+    def is_split(self) -> bool:
+        """Whether rows of the training data are held out."""
+        return self.size is not None or self.fraction is not None
 
 
 DataConfig = Annotated[FakeDataConfig | SFTDataConfig, Field(discriminator="type")]
@@ -527,6 +573,14 @@ class SFTConfig(LaunchedConfig):
             return self.deployment.num_gpus
         return self.deployment.gpus_per_node - self.infer_gpus_per_node
 
+    @property
+    def validates_on_training_rows(self) -> bool:
+        """Whether `[val]` names no rows, so that the training rows are taken for both."""
+        if self.val is None or self.val.is_split or not isinstance(self.data, SFTDataConfig):
+            return False
+        ours, theirs = self.data, self.val.data
+        return all(getattr(ours, key) == getattr(theirs, key) for key in ("name", "sources", "subsets", "splits"))
+
     @classmethod
     def prepare(cls, data: dict[str, Any]) -> dict[str, Any]:
         table = super().prepare(data)
@@ -561,6 +615,7 @@ class SFTConfig(LaunchedConfig):
             derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
         derive(self.model, "SFT has no fused output layer", fused_lm_head_chunk_size="disabled")
+        self._split_data()
         prepare_server(self)
         deployment = self.deployment
         if isinstance(deployment, MultiNodeDeploymentConfig) and deployment.nodes_per_fsdp_group is not None:
@@ -582,6 +637,27 @@ class SFTConfig(LaunchedConfig):
         if data.pack_function == "stack" and is_known and data.seq_len % STACK_MULTIPLE != 0:
             yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
 
+    def _split_data(self) -> None:
+        """Give `data` and `val.data` their sides of a split."""
+        if self.val is None or not self.val.is_split:
+            return
+        assert isinstance(self.data, SFTDataConfig), "a split of other data is refused"
+        for data, is_validation in ((self.data, False), (self.val.data, True)):
+            data.take_side(Split(self.val.size, self.val.fraction, self.data.seed, is_validation))
+
+    def _split_faults(self) -> Iterator[str]:
+        if self.val is None or not self.val.is_split:
+            return
+        key = "val.size" if self.val.size is not None else "val.fraction"
+        if not isinstance(self.data, SFTDataConfig):
+            yield f"{key} needs a dataset (data.type = 'sft')"
+        elif self.data.streaming:
+            yield f"{key} needs all rows at the start, which data.streaming = true does not read: give [val.data] a name"
+        else:
+            for name in ("name", "sources", "subsets", "splits", "probabilities", "columns", "roles"):
+                if getattr(self.data, name) != getattr(self.val.data, name):
+                    yield f"{key} holds out rows of data, and val.data.{name} names others: remove one of them"
+
     def _epoch_faults(self) -> Iterator[str]:
         if self.num_epochs is None:
             return
@@ -594,6 +670,7 @@ class SFTConfig(LaunchedConfig):
 
     def _faults(self) -> Iterator[str]:
         yield from self._epoch_faults()
+        yield from self._split_faults()
         if self.ckpt is not None and self.ckpt.keep_best and self.val is None:
             yield "ckpt.keep_best needs [val]: the best step is the one with the lowest validation loss"
         if isinstance(self.model.fused_lm_head_chunk_size, int):

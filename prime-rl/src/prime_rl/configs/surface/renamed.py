@@ -354,8 +354,10 @@ _OF_SFT: tuple[tuple[str, str, str], ...] = (
     ("assistant_only_loss", "data.loss_mask", "assistant messages alone are the default"),
     ("load_best_model_at_end", "ckpt.keep_best", ""),
     ("seed", "data.seed", _SEED_OF_SFT),
-    ("val_size", "val.data.name", "another file or split: [val.data]"),
-    ("val_set_size", "val.data.name", "another file or split: [val.data]"),
+    ("val_size", "val.size", "or val.fraction; for another file or split [val.data]"),
+    ("val_set_size", "val.fraction", "or val.size, a number of rows; for another file or split [val.data]"),
+    ("validation_split", "val.fraction", "or val.size, a number of rows; for another file or split [val.data]"),
+    ("test_size", "val.fraction", "or val.size, a number of rows; for another file or split [val.data]"),
 )
 
 _KL_NAMES = ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta", "kl_penalty_coef")

@@ -32,6 +32,7 @@ def _rule(effect: Effect, why: str, *keys: str, unless: str = "") -> ResumeRule:
 
 _ROWS = "the saved position in the data would not be valid"
 _PACKING = f"{_ROWS} (earlier versions took cat where the config did not say)"
+_SPLIT = "other rows would be trained, some of which have been held out"
 _ORDER = "the data order would change"
 _SHAPES = "the checkpoint does not fit another adapter"
 _DRAWS = "examples would be drawn in another order"
@@ -90,6 +91,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("none", "the contents are compared", "sft.data.name", "sft.data.sources.name"),
     _rule("applied", "", "sft.data.batch_size", "sft.data.max_untrainable_share", "sft.data.ignored_keys"),
     _rule("applied", "validation losses before and after may not be comparable", "sft.val"),
+    _rule("refused", _SPLIT, "sft.val.size", "sft.val.fraction", unless="ckpt.skip_dataloader"),
     _rule("applied", "evaluations before and after may not be comparable", "sft.eval"),
     _rule("none", "", "sft.inference"),
     _rule("applied", "", "sft.loss_impl", "sft.num_epochs"),

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.checks import refuse_unstartable
-from prime_rl.configs.sft import DataConfig, SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.process import end_with_launch
 from prime_rl.trainer.process.errors import exit_on_error
@@ -69,6 +69,8 @@ def preflight(config: SFTConfig, console: Console) -> int:
     datasets: dict[str, DataConfig] = {"SFT data": config.data}
     if config.val is not None:
         datasets["Validation data"] = packed_whole(config.val.data)
+    if config.validates_on_training_rows:
+        console.print(f"warning: {TRAINED_VALIDATION}", style="yellow", markup=False, highlight=False)
     codes = [_inspected(title, data, config, console) for title, data in datasets.items()]
     return max(codes)
 
@@ -138,6 +140,8 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     basis = "all" if found.is_complete else f"{counts.seen:,}; figures per epoch are extrapolated from these"
     add("rows per epoch", rows_of_epoch)
     add("rows inspected", basis)
+    if config.split is not None and config.split.is_validation:
+        add(f"rows held out by {config.split}", f"{found.row_count:,}")
     add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
     add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")
     add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")

@@ -91,11 +91,14 @@ def fingerprint_of(
     is_loaded = isinstance(config, SFTDataConfig) and not config.streaming
     unread = {"shuffle_buffer": True} if is_loaded else {}
     contents = "made up" if isinstance(config, FakeDataConfig) else _digest_of_parts(find_parts(config), whole_bytes)
+    settings = dict(_flat(config.model_dump(mode="json", exclude=_NO_INFLUENCE | unread)))
+    if isinstance(config, SFTDataConfig) and config.split is not None:
+        settings["held_out"] = str(config.split)
     return DataFingerprint(
         contents=contents,
         tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),
         chat_template=_digest([repr(tokenizer.chat_template)]),
-        settings=dict(_flat(config.model_dump(mode="json", exclude=_NO_INFLUENCE | unread))),
+        settings=settings,
     )
 
 

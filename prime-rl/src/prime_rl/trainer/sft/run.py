@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
 from prime_rl.run.checkpoints import changes_since, configs_to_save
@@ -139,6 +139,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = None
     if config.val is not None:
+        if config.validates_on_training_rows and process.is_main:
+            get_logger().warning(TRAINED_VALIDATION)
         validation = Validation(config.val.data.model_copy(update={"template_date": today}), tokenizer, mesh)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, has_dropout=True, products=products)

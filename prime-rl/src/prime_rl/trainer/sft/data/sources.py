@@ -6,6 +6,8 @@ shuffled with its own seed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +20,13 @@ import numpy as np
 
 from prime_rl.checks.data_files import Part
 from prime_rl.checks.data_files import find_parts as files_of_parts
-from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
+from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig, Split
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import check_columns, renamed
+from prime_rl.utils.conversations import PlainText, RowFault, read_row
 from prime_rl.utils.errors import RowFileError, StartFault
+from prime_rl.utils.logger import count_of
 from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file
 
 
@@ -48,6 +53,10 @@ def load_rows(config: SFTDataConfig) -> RowList:
         DataError: the dataset is missing, empty or unreadable.
     """
     loaded = [_load_part(part) for part in find_parts(config)]
+    if config.split is not None:
+        loaded = side_of(loaded, config.split, config.label)
+        if config.split.is_validation:
+            return JoinedRows(loaded)  # each row once, whatever the shares in training are
     if len(loaded) == 1:
         return loaded[0]
     lengths = [len(rows) for rows in loaded]
@@ -171,6 +180,89 @@ class JoinedRows(RowList):
             raise IndexError(index)
         at = bisect_right(self.ends, index)
         return self.parts[at], index - (self.ends[at - 1] if at else 0)
+
+
+class ChosenRows(RowList):
+    """Some rows of a list."""
+
+    def __init__(self, rows: RowList, chosen: np.ndarray) -> None:
+        super().__init__((), "")
+        self.original = rows
+        self.chosen = chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.original[int(self.chosen[index])]
+
+    def where(self, index: int) -> str:
+        return self.original.where(int(self.chosen[index]))
+
+
+def side_of(parts: Sequence[RowList], split: Split, label: str) -> list[RowList]:
+    """The rows of each part that belong to one side of a split, in order. Parts without any are left out.
+
+    Rows with the same prompt get the same number, whatever part or format they come from, and the smallest numbers are
+    held out. Neither the order of the rows nor the rows around one change its number.
+
+    Raises:
+        DataError: one of the sides would have no rows.
+    """
+    numbers = [_split_numbers(rows, split.seed) for rows in parts]
+    values, counts = np.unique(np.concatenate(numbers), return_counts=True)
+    if split.size is None:
+        assert split.fraction is not None
+        held_out = values[values < split.fraction * 2.0**64]
+    else:
+        held_out = values[_fitting(counts, split.size)]
+    total, held = int(counts.sum()), int(counts[np.isin(values, held_out)].sum())
+    if held in (0, total):
+        side = "no row for validation" if held == 0 else "no row to train on"
+        raise DataError(
+            f"{label}: {split} leaves {side}: there are {count_of('row', total)} with "
+            f"{count_of('different prompt', len(values))}, and rows with the same prompt stay together"
+        )
+    chosen = (np.flatnonzero(np.isin(each, held_out) == split.is_validation) for each in numbers)
+    return [ChosenRows(rows, places) for rows, places in zip(parts, chosen, strict=True) if len(places)]
+
+
+def _fitting(counts: np.ndarray, size: int) -> list[int]:
+    """The first groups that have at most `size` rows together. A group that is too large is passed over."""
+    taken: list[int] = []
+    for index, count in enumerate(counts.tolist()):
+        if count <= size:
+            taken.append(index)
+            size -= count
+    return taken
+
+
+def _split_numbers(rows: RowList, seed: int) -> np.ndarray:
+    """A number in [0, 2**64) for each row, from the seed and the row's prompt."""
+    numbers = np.empty(len(rows), dtype=np.uint64)
+    for index in range(len(rows)):
+        own_beats().tick()
+        text = f"{seed}\0{prompt_of(rows[index])}".encode(errors="surrogatepass")
+        numbers[index] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return numbers
+
+
+def prompt_of(row: Row) -> str:
+    """What identifies a conversation in a split: all before its first answer, or the whole text if it has no answer.
+
+    Blanks do not count. A row that cannot be read is identified by its content.
+    """
+    try:
+        content = read_row(row)
+    except RowFault:
+        return json.dumps(row, sort_keys=True, default=str)
+    if isinstance(content, PlainText):
+        return " ".join((content.prompt or "").split()) or " ".join(content.completion.split())
+    roles = [message["role"] for message in content.messages]
+    first = roles.index("user") if "user" in roles else 0
+    end = next((at for at, role in enumerate(roles) if role == "assistant" and at >= first), len(roles))
+    asked = content.messages[: end or len(roles)]
+    return json.dumps([[each["role"], " ".join(str(each.get("content")).split())] for each in asked])
 
 
 class RenamedRows(RowList):
