@@ -71,7 +71,7 @@ def nested(family: str, named: str, language_part: str) -> dict[str, str]:
 CASES = {
     "data file that is not there": Case("sft", "--data.name {dir}/no.jsonl", "no such file or directory"),
     "data file of another type": Case(
-        "sft", "--data.name {dir}/rows.xlsx", "unknown file type; known are .jsonl", {"rows.xlsx": "a,b"}
+        "sft", "--data.name {dir}/rows.xls", "unknown file type; known are .jsonl", {"rows.xls": "a,b"}
     ),
     "data file with a spelling mistake": Case(
         "sft",

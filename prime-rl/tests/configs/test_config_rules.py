@@ -136,7 +136,11 @@ def words(options: str) -> list[str]:
         (SFTConfig, "model.cp=2 data.pack-function=stack data.seq-len=256", "needs data.pack_function = 'cat'"),
         (SFTConfig, "model.cp=2", "model.cp (2) needs data.pack_function = 'cat' (got 'best_fit')"),
         (SFTConfig, "model.seq-len=64 data.seq-len=32", "model.seq_len (64) and data.seq_len (32) differ"),
-        (SFTConfig, "model.cp=3 data.seq-len=128 data.pack-function=cat", "data.seq_len (128) is not a multiple of model.cp (3)"),
+        (
+            SFTConfig,
+            "model.cp=3 data.seq-len=128 data.pack-function=cat",
+            "data.seq_len (128) is not a multiple of model.cp (3)",
+        ),
         (SFTConfig, "model.cp=2 data.micro-batch-size=2 data.pack-function=cat", "needs data.micro_batch_size = 1"),
         (SFTConfig, "data.pack-function=stack data.seq-len=128", "needs a data.seq_len in steps of 256 (got 128)"),
         (SFTConfig, "model.fused-lm-head-chunk-size=8192", "must be 'auto' or 'disabled'"),

@@ -296,7 +296,11 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (RLConfig, "gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
     (SFTConfig, "seed", "use data.seed (of the shuffle)"),
     (SFTConfig, "val_size", "use val.size (or val.fraction; for another file or split [val.data])"),
-    (SFTConfig, "val_set_size", "use val.fraction (or val.size, a number of rows; for another file or split [val.data])"),
+    (
+        SFTConfig,
+        "val_set_size",
+        "use val.fraction (or val.size, a number of rows; for another file or split [val.data])",
+    ),
     (SFTConfig, "push", "upload <output_dir>/weights/step_<n> with `hf upload`"),
 ]
 

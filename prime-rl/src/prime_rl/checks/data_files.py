@@ -13,7 +13,7 @@ from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, Sour
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
-from prime_rl.utils.rows import KNOWN_KINDS, files_of_split, is_saved, kind_of
+from prime_rl.utils.rows import KNOWN_KINDS, excel_advice, files_of_split, is_saved, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ def _check_contents(parts: list[Part], start: StartDir) -> None:
         # The processes of a run here are the same user's.
         if sealed := next((file for file in part.files if start.is_here and not os.access(file, os.R_OK)), None):
             raise StartFault(f"{part.key} = {part.name}: you do not have permission to read {sealed}")
+        if start.has_our_packages and (advice := next(filter(None, map(excel_advice, part.files)), None)):
+            raise StartFault(f"{part.key}: {advice}")
         if part.files and not any(file.stat().st_size for file in part.files):
             raise StartFault(f"{part} has no rows: {part.files[0]} is empty")
 

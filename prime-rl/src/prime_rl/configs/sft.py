@@ -261,8 +261,8 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     """Conversations."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """Dataset: a hub id, a directory, or a JSONL, JSON, CSV, TSV, Parquet or Arrow file; text files also compressed
-    (.gz, .zst)."""
+    """Dataset: a hub id, a directory, or a JSONL, JSON, CSV, TSV, Excel, Parquet or Arrow file, or a document (.txt,
+    .md); text files also compressed (.gz, .zst)."""
 
     sources: list[SourceConfig] | None = Field(None, min_length=1)
     """Several datasets instead of `name`, drawn from by weight. None reads `name`."""
@@ -291,8 +291,9 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     shuffle_buffer: Count = 10_000
     """Number of rows that are shuffled together when streaming."""
 
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What to do with samples of more than `seq_len` tokens."""
+    overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
+    """What to do with samples of more than `seq_len` tokens. `split` makes several samples of one, so that each of its
+    tokens is trained: for long documents. Later ones do not see what came before."""
 
     template_date: date | None = None
     """Date for a chat template that asks for today's (`strftime_now`), such as "2026-11-26". None takes the day on

@@ -51,6 +51,7 @@ SFT = (
     Metric("progress/num_tokens", "tokens", "of these samples, prompts included, padding not"),
     Metric("data/seen", "rows", "read so far, over all processes and across resumes; a row counts again in every epoch"),
     Metric("data/truncated", "rows", "of these, cut to `data.seq_len`"),
+    Metric("data/split", "rows", "of these, made into several samples (`data.overlong = \"split\"`)"),
     Metric("data/overlong", "rows", "skipped: longer than `data.seq_len`"),
     Metric("data/untrainable", "rows", "skipped: no trained token within `data.seq_len`"),
     Metric("data/bad", "rows", "skipped: no conversation, or one without an answer (`data.on_bad_row`)"),

@@ -1,4 +1,4 @@
-"""Reads rows of local files on demand: JSON lines, JSON, CSV, Parquet, Arrow.
+"""Reads rows of local files on demand: JSON lines, JSON, CSV, Excel, Parquet, Arrow, and text files as documents.
 
 `datasets` is not used for files, because its import adds a second to every start.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import importlib.util
 import io
 import json
 import math
 import os
 import re
+import zipfile
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import date, datetime, time
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-KINDS = (*TEXT_KINDS, ".parquet", ".arrow")
+DOCUMENT_KINDS = (".txt", ".md")
+TEXT_KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", *DOCUMENT_KINDS)
+KINDS = (*TEXT_KINDS, ".xlsx", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 KNOWN_KINDS = f"{', '.join(KINDS)}; the text files also with {' or '.join(COMPRESSIONS)}"
 
@@ -47,14 +51,26 @@ def kind_of(path: Path) -> str | None:
 
 
 def files_of_split(directory: Path, split: str) -> tuple[Path, ...]:
-    """The files of rows in a directory or its `data` whose names begin with the split; for `train`, or else all."""
+    """The files of rows in a directory or its `data` whose names begin with the split; for `train`, or else all.
+
+    A directory without rows may hold documents, at any depth. Beside rows, a README.md is not data.
+    """
     files = sorted(
+        path for path in [*directory.glob("*"), *directory.glob("data/*")] if _holds_rows(path) and path.is_file()
+    ) or sorted(
         path
-        for path in [*directory.glob("*"), *directory.glob("data/*")]
-        if kind_of(path) is not None and path.is_file()
+        for path in directory.rglob("*")
+        if kind_of(path) in DOCUMENT_KINDS
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(directory).parts)
     )
     named = [path for path in files if path.name.startswith((f"{split}-", f"{split}."))]
     return tuple(named or (files if split == "train" else []))
+
+
+def _holds_rows(path: Path) -> bool:
+    # Excel keeps a file ~$NAME.xlsx while somebody has NAME.xlsx open.
+    return kind_of(path) not in (None, *DOCUMENT_KINDS) and not path.name.startswith("~$")
 
 
 def is_saved(directory: Path) -> bool:
@@ -70,6 +86,9 @@ _SEPARATORS = (",", ";", "\t", "|")
 """Of CSV files. Of those that the header has as often, the first."""
 _SEP_LINE = re.compile(r"sep=([,;|\t])")
 _QUOTED = re.compile(r'"[^"]*"')
+_DOCUMENT_BYTES = 2**21
+"""A text file is one row. A longer one is several, of at most so many bytes, cut between paragraphs where it can be: a
+tokenizer takes 300 bytes of memory for each character of a text."""
 _LONGEST_FIELD = 2**31 - 1
 _BLOCK_BYTES = 2**20
 _HEAD_BYTES = 1024
@@ -185,6 +204,72 @@ class TextTable(RowList):
             except UnicodeDecodeError as error:
                 raise RowFileError(f"{self.path}:{number}: not UTF-8 text (byte {error.start})") from error
             yield text
+
+
+class Documents(RowList):
+    """A text file: one row with the column `text`, or several of a long file. All of it is checked when it is opened.
+
+    Line ends are those of Unix, and a byte order mark is left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__((), str(path))
+        self.path = path
+        # A compressed file has no places to go back to.
+        self._file = None if path.suffix in COMPRESSIONS else path.open("rb")
+        self._texts: list[str] = []
+        self._offsets, self._lengths, self._numbers = array("q"), array("q"), array("q")
+        offset, number = 0, 1
+        for piece in self._pieces():
+            try:
+                text = piece.decode("utf-8-sig" if offset == 0 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise RowFileError(f"{path}: not UTF-8 text (byte {offset + error.start})") from error
+            if text.strip():
+                self._offsets.append(offset)
+                self._lengths.append(len(piece))
+                self._numbers.append(number)
+                if self._file is None:
+                    self._texts.append(text)
+            offset += len(piece)
+            number += piece.count(b"\n")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Row:
+        if self._file is None:
+            text = self._texts[index]
+        else:
+            content = os.pread(self._file.fileno(), self._lengths[index], self._offsets[index])
+            text = content.decode("utf-8-sig" if self._offsets[index] == 0 else "utf-8")
+        return {"text": text.replace("\r\n", "\n")}
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self._numbers[index]}"
+
+    def _pieces(self) -> Iterator[bytes]:
+        with opened(self.path) as file:
+            held = b""
+            while block := file.read(_DOCUMENT_BYTES - len(held)):
+                held += block
+                if len(held) == _DOCUMENT_BYTES:
+                    cut = _paragraph_end(held)
+                    yield held[:cut]
+                    held = held[cut:]
+            if held:
+                yield held
+
+
+def _paragraph_end(content: bytes) -> int:
+    """Where to cut a text: behind the last empty line, or else line end, blank, or whole character."""
+    for mark in (b"\n\n", b"\n\r\n", b"\n", b" "):
+        if (at := content.rfind(mark, len(content) // 2)) >= 0:
+            return at + len(mark)
+    end = len(content)
+    while end > 1 and content[end - 1] & 0xC0 == 0x80:  # the second to fourth byte of a character
+        end -= 1
+    return end - 1
 
 
 class TableRows(RowList):
@@ -418,8 +503,7 @@ def _fields_of(path: Path, lines: Iterable[str], delimiter: str) -> Iterator[tup
         header = next(table, [])
         if _SEP_LINE.fullmatch(delimiter.join(header)):
             header = next(table, [])
-        if repeated := next((name for name in header if name and header.count(name) > 1), None):
-            raise RowFileError(f"{path}:1: the header names {repeated!r} more than once")
+        _check_header(path, header)
         yield 1, header
         before = table.line_num
         for fields in table:
@@ -435,6 +519,60 @@ def _fields_of(path: Path, lines: Iterable[str], delimiter: str) -> Iterator[tup
         raise RowFileError(f"{path}:{table.line_num}: not valid {kind[1:].upper()}: {error}") from error
     except UnicodeDecodeError as error:  # of a block that was read ahead
         raise RowFileError(f"{path}: not UTF-8 text, after line {table.line_num}") from error
+
+
+def _check_header(path: Path, header: Sequence[str], line: int = 1) -> None:
+    if repeated := next((name for name in header if name and header.count(name) > 1), None):
+        raise RowFileError(f"{path}:{line}: the header names {repeated!r} more than once")
+
+
+def excel_advice(path: Path) -> str | None:
+    """What to install for an Excel file; None if it is none, or there is all that it takes."""
+    if kind_of(path) != ".xlsx" or importlib.util.find_spec("openpyxl") is not None:
+        return None
+    return f"{path}: Excel files need the package openpyxl: install it with `uv sync --inexact --extra excel`"
+
+
+def _read_excel(path: Path) -> RowList:
+    """The first sheet of a workbook, as texts under the names in its first row, as CSV gives them."""
+    if (advice := excel_advice(path)) is not None:
+        raise RowFileError(advice)
+    return ParsedRows(path, list(_excel_rows(path)))
+
+
+def _excel_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    import openpyxl
+
+    try:
+        # data_only: the values of formulas, which Excel has stored.
+        with closing(openpyxl.load_workbook(path, read_only=True, data_only=True)) as book:
+            lines = enumerate(book.worksheets[0].iter_rows(values_only=True) if book.worksheets else (), start=1)
+            numbered = ((number, [_cell_text(cell) for cell in cells]) for number, cells in lines)
+            first, header = next(((number, cells) for number, cells in numbered if any(cells)), (1, []))
+            while header and not header[-1]:
+                header.pop()  # cells that are empty, but have a colour
+            _check_header(path, header, first)
+            for number, cells in numbered:
+                if more := [cell for cell in cells[len(header) :] if cell]:
+                    raise RowFileError(f"{path}:{number}: found {more[0]!r} in a column that has no name in the header")
+                if any(cells):
+                    filled = [*cells, *[""] * len(header)]
+                    yield number, dict(zip(header, filled, strict=False))
+    except (zipfile.BadZipFile, KeyError, ValueError, SyntaxError) as error:
+        raise RowFileError(f"{path}: not an Excel file (.xlsx): {error}") from error
+
+
+def _cell_text(value: object) -> str:
+    """The text that stands for a cell in a CSV file with decimal points."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).upper()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, datetime):
+        return value.isoformat(" ") if value.time() != time() else value.date().isoformat()
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _csv_reader(lines: Iterable[str], delimiter: str) -> CsvReader:
@@ -493,6 +631,9 @@ _READERS: dict[str, Callable[[Path], RowList]] = {
     ".json": _read_json,
     ".csv": _read_table,
     ".tsv": _read_table,
+    ".txt": Documents,
+    ".md": Documents,
+    ".xlsx": _read_excel,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }

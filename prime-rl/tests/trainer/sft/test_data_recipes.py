@@ -17,7 +17,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.sft.preflight import preflight
 
 PAGE = Path(__file__).parents[4] / "docs" / "data.md"
-FILE = re.compile(r"^`([\w.]+)`:\n\n```(?:jsonl|csv|tsv)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^`([\w.]+)`:\n\n```(?:jsonl|csv|tsv|markdown)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CONFIG = re.compile(r"^```toml\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/data.md is not part of an installed prime-rl")
@@ -83,6 +83,7 @@ def test_the_page_has_a_recipe_for_every_kind_of_source() -> None:
         ".tsv",
         ".gz",
         ".zst",
+        ".md",
         "[data.columns]",
         "[data.roles]",
         "[[data.sources]]",

@@ -60,7 +60,9 @@ def test_every_row_is_on_one_side_and_a_question_never_on_both(tmp_path: Path) -
         assert len(trained) + len(held_out) == 200
         assert not set(trained) & set(held_out)
         if expected is None:
-            assert 8 <= len(held_out) <= 36, "a tenth of 100 questions, each of which two rows have, within 3 deviations"
+            assert 8 <= len(held_out) <= 36, (
+                "a tenth of 100 questions with two rows each"
+            )
         else:
             assert len(held_out) == expected
 
@@ -72,7 +74,8 @@ def test_the_side_depends_on_seed_and_content_alone(tmp_path: Path) -> None:
     _, held_out = sides(config_of(one, fraction=0.2))
     assert set(sides(config_of(other, fraction=0.2))[1]) == set(held_out)
     trained_later, held_out_later = sides(config_of(more, fraction=0.2))
-    assert set(held_out) <= set(held_out_later) and not set(held_out) & set(trained_later), "added rows move no other"
+    assert set(held_out) <= set(held_out_later), "added rows move no other"
+    assert not set(held_out) & set(trained_later)
     assert set(sides(config_of({"name": one, "seed": 1}, fraction=0.2))[1]) != set(held_out)
 
 

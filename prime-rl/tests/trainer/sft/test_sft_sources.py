@@ -108,9 +108,9 @@ def test_files_that_are_not_what_they_are_called_are_named(tmp_path: Path) -> No
         (tmp_path / name).write_text("plain text")
         with pytest.raises(DataError, match=name):
             rows_of(tmp_path / name)
-    (tmp_path / "rows.xlsx").touch()
+    (tmp_path / "rows.xls").touch()
     with pytest.raises(DataError, match="unknown file type"):
-        rows_of(tmp_path / "rows.xlsx")
+        rows_of(tmp_path / "rows.xls")
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

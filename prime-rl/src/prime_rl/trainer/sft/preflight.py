@@ -147,6 +147,7 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")
     for name, count in (
         (f"cut to {config.section}.seq_len", counts.truncated),
+        *([("split into several samples", counts.split)] if config.overlong == "split" else []),
         ("skipped, too long", counts.overlong),
         ("skipped, no trained token", counts.untrainable),
         ("skipped, messages not found", counts.unmaskable),
@@ -154,6 +155,7 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
         ("duplicates", found.duplicates),
     ):
         add(name, f"{count:,} ({found.share(count):.1%})")
+    add(f"tokens lost to {config.section}.seq_len", f"{found.lost / max(sum(found.lengths), 1):.2%}")
     add(f"rows filled by {config.pack_function}", f"{found.fill:.2%}")
     add("tokens cut off by packing", f"{found.discarded:.2%}")
     return table

@@ -183,6 +183,7 @@ class Summary:
 
 _FATES = {
     "truncated": "cut to data.seq_len",
+    "split": "split into several samples",
     "overlong": "skipped: too long",
     "untrainable": "skipped: no trained token",
     "unmaskable": "skipped: messages not found",

@@ -78,7 +78,7 @@ def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tell
         raise DataError(fault)
     for line in worries(found, config) if tells else ():
         get_logger().warning(f"Validation data: {line}")
-    return [each.sample for each in made if each.sample is not None]
+    return [sample for each in made for sample in each.samples]
 
 
 def _packed(samples: list[TokenizedSample], config: SFTDataConfig) -> list[PackedRow]:

@@ -301,6 +301,8 @@ class TokenizedSample:
     """Whether the chat template marks what is generated, but not the calls of a trained message."""
     is_cut: bool = False
     """Whether these are the first tokens of a text that was too long to tokenize as a whole."""
+    whole_inputs: int | None = None
+    """About how many inputs the whole text has, if it is cut."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -318,6 +320,15 @@ class TokenizedSample:
     def first(self, inputs: int) -> TokenizedSample:
         """The sample, cut to `inputs` input tokens."""
         return replace(self, token_ids=self.token_ids[: inputs + 1], is_trained=self.is_trained[: inputs + 1])
+
+    def pieces(self, inputs: int) -> Iterator[TokenizedSample]:
+        """Samples of at most `inputs` input tokens, in order. Each begins with the last target of the one before.
+
+        A token is a target once, because the first token of a sample is none.
+        """
+        for start in range(0, max(self.inputs, 1), inputs):
+            end = start + inputs + 1
+            yield replace(self, token_ids=self.token_ids[start:end], is_trained=self.is_trained[start:end])
 
 
 class ConversationTokenizer:
@@ -434,7 +445,8 @@ class ConversationTokenizer:
             if chars >= len(text):
                 return sample
             if self.max_inputs is not None and sample.inputs > self.max_inputs + _MARGIN_TOKENS:
-                return replace(sample.first(self.max_inputs + 1), is_cut=True)
+                about = int(sample.inputs * (len(text) / chars))
+                return replace(sample.first(self.max_inputs + 1), is_cut=True, whole_inputs=about)
             chars *= 4
 
     def _joined(self, text: str, cuts: Sequence[int], add_special_tokens: bool) -> _Tokens:

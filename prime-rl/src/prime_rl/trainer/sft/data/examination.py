@@ -27,6 +27,7 @@ _WORRYING_UNTRAINABLE = 0.01
 _WORRYING_DUPLICATES = 0.05
 _WORRYING_LOSS_OF_PACKING = 0.1
 _SHOWN_SAMPLES = 3
+_LOSING = ("truncated", "overlong", "untrainable")
 
 
 @dataclass(slots=True)
@@ -58,9 +59,14 @@ class Examination:
     shown: list[TokenizedSample] = field(default_factory=list)
     """The first samples."""
 
+    pieces: int = 0
+    """Number of samples beyond the first of each row that was split."""
+    lost: int = 0
+    """Number of tokens beyond `seq_len`, of rows that are cut or left out because of it."""
+
     @property
     def samples(self) -> int:
-        return self.counts.seen - self.counts.left_out
+        return self.counts.seen - self.counts.left_out + self.pieces
 
     def share(self, count: int) -> float:
         """`count` as a fraction of the inspected rows."""
@@ -90,8 +96,11 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.faults[made.fault] = None
         if made.inputs:
             found.lengths.append(made.inputs)
+        kept = sum(sample.inputs for sample in made.samples)
+        found.lost += max(0, made.inputs - kept) if made.kind in _LOSING else 0
         if made.sample is not None:
-            samples.append(made.sample)
+            samples += made.samples
+            found.pieces += len(made.more)
             found.without_end += not made.has_end
             found.unmarked_calls += made.sample.unmarked_calls
             if made.end_id is not None:
@@ -159,7 +168,12 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     of_rows = f"of {counts.seen} rows"
     longest = max(found.lengths, default=0)
     if found.share(counts.truncated) > _WORRYING_TRUNCATED:
-        yield f"{counts.truncated} {of_rows} are longer than {limit} and are cut; the longest has {longest} tokens"
+        lost = f"{found.lost / sum(found.lengths):.0%} of all tokens are lost"
+        split = f'; {config.section}.overlong = "split" trains them' if found.lost > found.tokens else ""
+        yield (
+            f"{counts.truncated} {of_rows} are longer than {limit} and are cut; the longest has {longest} tokens, and "
+            f"{lost}{split}"
+        )
     if found.share(counts.overlong) > _WORRYING_TRUNCATED:
         yield f"{counts.overlong} {of_rows} are longer than {limit} and skipped; the longest has {longest} tokens"
     if found.share(counts.untrainable) > _WORRYING_UNTRAINABLE:

@@ -12,7 +12,14 @@ import numpy as np
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
-from prime_rl.trainer.sft.data.samples import DatasetStream, FakeStream, SampleSource, SampleStream
+from prime_rl.trainer.sft.data.samples import (
+    DatasetStream,
+    FakeStream,
+    SampleSource,
+    SampleStream,
+    as_bytes,
+    from_bytes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -239,14 +246,14 @@ class Stack:
 
     def state(self) -> dict[str, Any]:
         return {
-            "buckets": {size: _as_bytes(samples) for size, samples in self.buckets.items()},
+            "buckets": {size: as_bytes(samples) for size, samples in self.buckets.items()},
             "touched_at": dict(self.touched_at),
             "emitted": self.emitted,
             "ready": _rows_as_bytes(self.ready),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.buckets = {size: _from_bytes(samples) for size, samples in state["buckets"].items()}
+        self.buckets = {size: from_bytes(samples) for size, samples in state["buckets"].items()}
         self.touched_at, self.emitted = dict(state["touched_at"]), state["emitted"]
         self.ready = _rows_from_bytes(state["ready"])
 
@@ -292,21 +299,12 @@ class PackedRows:
         self._packer.restore(place["waiting"])
 
 
-def _as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
-    """Convert samples to bytes: checkpoints are loaded without running code, which excludes NumPy arrays."""
-    return [(sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()) for sample in samples]
-
-
-def _from_bytes(pairs: Sequence[tuple[bytes, bytes]]) -> list[TokenizedSample]:
-    return [TokenizedSample(np.frombuffer(ids, np.int32), np.frombuffer(mask, bool)) for ids, mask in pairs]
-
-
 def _rows_as_bytes(rows: Sequence[Sequence[TokenizedSample]]) -> list[list[tuple[bytes, bytes]]]:
-    return [_as_bytes(row) for row in rows]
+    return [as_bytes(row) for row in rows]
 
 
 def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list[TokenizedSample]]:
-    return [_from_bytes(row) for row in rows]
+    return [from_bytes(row) for row in rows]
 
 
 __all__ = ["PackedRow", "PackedRows", "setup_rows"]

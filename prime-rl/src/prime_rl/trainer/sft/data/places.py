@@ -50,6 +50,8 @@ def redistribute(places: Sequence[Place], data_rank: int, data_size: int) -> dic
     farthest = max(place["position"] for place in places)
     behind = (range(place["position"], farthest, len(places)) for place in places)
     left_over = sorted(chain(*behind, *(place["left_over"] for place in places)))
+    # Each piece of a row that was split is used once, by whichever rank.
+    pieces = [piece for place in places for piece in place.get("pieces", ())]
     counts: Counter[str] = sum((Counter(place["counts"]) for place in places), Counter())
     # Reading starts where the slowest rank stopped: every unread entry comes after that.
     hindmost = min(places, key=lambda place: min([place["position"], *place["left_over"]]))
@@ -57,6 +59,7 @@ def redistribute(places: Sequence[Place], data_rank: int, data_size: int) -> dic
         **hindmost,
         "position": farthest + (data_rank - farthest) % data_size,
         "left_over": left_over[data_rank::data_size],
+        "pieces": pieces[data_rank::data_size],
         "counts": dict(counts) if data_rank == 0 else {},
         "waiting": _redistribute_samples([place["waiting"] for place in places], data_rank, data_size),
         "data_rank": data_rank,

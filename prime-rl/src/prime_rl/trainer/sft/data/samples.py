@@ -42,6 +42,8 @@ class SampleCounts:
 
     seen: int = 0
     truncated: int = 0
+    split: int = 0
+    """Made into several samples, because they are longer than `seq_len`."""
     overlong: int = 0
     """Skipped: longer than `seq_len`."""
     untrainable: int = 0
@@ -103,6 +105,12 @@ class Made:
     """The token that ends the text, if it is a special one."""
     fault: str = ""
     """What is wrong with a bad row."""
+    more: tuple[TokenizedSample, ...] = ()
+    """Further samples of a row that was split."""
+
+    @property
+    def samples(self) -> tuple[TokenizedSample, ...]:
+        return () if self.sample is None else (self.sample, *self.more)
 
 
 class SampleMaker:
@@ -116,7 +124,12 @@ class SampleMaker:
         self.config = config
         self.max_row_s = max_row_s
         self._tokenize = ConversationTokenizer(
-            tokenizer, config.loss_mask, config.ignored_keys, config.seq_len, config.section, config.template_date
+            tokenizer,
+            config.loss_mask,
+            config.ignored_keys,
+            None if config.overlong == "split" else config.seq_len,
+            config.section,
+            config.template_date,
         )
         self._special_ids = frozenset(special_ids(tokenizer))
 
@@ -152,15 +165,36 @@ class SampleMaker:
                 f"{entry.where}: {count} tokens, more than {self.config.section}.seq_len = {self.config.seq_len}, "
                 f'and {self.config.section}.overlong = "error"'
             )
+        inputs = sample.whole_inputs or sample.inputs
         if is_overlong and self.config.overlong == "drop":
-            return Made(None, "overlong", sample.inputs)
+            return Made(None, "overlong", inputs)
+        if is_overlong and self.config.overlong == "split":
+            return self._split(sample)
         cut = sample.first(self.config.seq_len)
         if cut.targets == 0:
-            return Made(None, "untrainable", sample.inputs)
+            return Made(None, "untrainable", inputs)
         last_trained = int(sample.token_ids[np.flatnonzero(sample.is_trained)[-1]])
         end_id = last_trained if last_trained in self._special_ids and not sample.is_cut else None
         kind = "truncated" if is_overlong else "seen"
-        return Made(cut, kind, sample.inputs, sample.is_cut or end_id is not None, end_id)
+        return Made(cut, kind, inputs, sample.is_cut or end_id is not None, end_id)
+
+    def _split(self, sample: TokenizedSample) -> Made:
+        """The pieces of a long sample that have something to train."""
+        pieces = [piece for piece in sample.pieces(self.config.seq_len) if piece.targets]
+        if not pieces:
+            return Made(None, "untrainable", sample.inputs)
+        last_trained = int(sample.token_ids[np.flatnonzero(sample.is_trained)[-1]])
+        end_id = last_trained if last_trained in self._special_ids else None
+        return Made(pieces[0], "split", sample.inputs, end_id is not None, end_id, more=tuple(pieces[1:]))
+
+
+def as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
+    """Convert samples to bytes: checkpoints are loaded without running code, which excludes NumPy arrays."""
+    return [(sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()) for sample in samples]
+
+
+def from_bytes(pairs: Sequence[tuple[bytes, bytes]]) -> list[TokenizedSample]:
+    return [TokenizedSample(np.frombuffer(ids, np.int32), np.frombuffer(mask, bool)) for ids, mask in pairs]
 
 
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -229,6 +263,8 @@ class DatasetStream:
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
         self._warned: set[int] = set()
+        self._pieces: list[TokenizedSample] = []
+        """Samples of the last row that are still to come (`data.overlong = "split"`)."""
 
     @property
     def row_count(self) -> int:
@@ -243,12 +279,15 @@ class DatasetStream:
         return self.entries.epoch_of(self.position)
 
     def __next__(self) -> TokenizedSample:
+        if self._pieces:
+            return self._pieces.pop(0)
         skipped = 0
         while True:
-            sample = self._sample(self.entries.at(self._places.next))
+            samples = self._samples(self.entries.at(self._places.next))
             self._places.take()
-            if sample is not None:
-                return sample
+            if samples:
+                self._pieces = list(samples[1:])
+                return samples[0]
             skipped += 1
             # Two passes over this data rank's share without a usable row mean that it has none.
             share = 2 * self.row_count // self.data_axis.data_size + 1
@@ -256,11 +295,13 @@ class DatasetStream:
                 raise DataError(self._useless_share())
 
     def state(self) -> dict[str, Any]:
-        return {**self._places.state(), **self.entries.state(), "counts": asdict(self.counts)}
+        pieces = {"pieces": as_bytes(self._pieces)}
+        return {**self._places.state(), **self.entries.state(), **pieces, "counts": asdict(self.counts)}
 
     def restore(self, state: Place) -> None:
         self._places.restore(state)
         self.entries.restore(state)
+        self._pieces = from_bytes(state.get("pieces", []))  # checkpoints of earlier versions have none
         self.counts = SampleCounts(**state["counts"])
 
     def first_ones(self, count: int, faults: BadRows) -> Iterator[Made]:
@@ -292,19 +333,19 @@ class DatasetStream:
         same = f"Set {section}.shuffle = true: without, a rank may read the same rows in every epoch"
         return f"{self.config.label}: {share}. {same}"
 
-    def _sample(self, entry: Entry) -> TokenizedSample | None:
-        """The sample of a row; None if it cannot be trained on."""
+    def _samples(self, entry: Entry) -> tuple[TokenizedSample, ...]:
+        """The sample of a row, or several; none if it cannot be trained on."""
         made = self._made(entry)
         self.drawn.append(entry.where)
         self.counts.seen += 1
         if made.kind != "seen":
             setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
             self._warn(entry, made)
-        return made.sample
+        return made.samples
 
     def _warn(self, entry: Entry, made: Made) -> None:
         """Warn about the first row of a kind and whenever their number has doubled, but never twice about one row."""
-        if entry.key in self._warned:
+        if made.kind not in _WARNINGS or entry.key in self._warned:
             return
         if entry.key is not None:
             self._warned.add(entry.key)
@@ -319,7 +360,7 @@ class DatasetStream:
         if entry.key is not None and entry.key in self._cache:
             return self._cache[entry.key]
         made = self._make(entry)
-        size = _TOKENS_PER_ROW + (0 if made.sample is None else len(made.sample))
+        size = _TOKENS_PER_ROW + sum(map(len, made.samples))
         if entry.key is not None and self._cached_tokens + size <= _CACHED_TOKENS:
             self._cache[entry.key] = made
             self._cached_tokens += size
