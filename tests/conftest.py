@@ -19,7 +19,7 @@ import pytest
 
 from prime_rl.utils.private import RUNTIME_VARIABLE
 
-SFT_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n'
+SFT_TOML = 'max_steps = 2\n[model]\nname = "some/model"\nseq_len = 64\n'
 RL_TOML = 'max_steps = 2\n[model]\nname = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
 
 RECORDER = (

@@ -233,8 +233,9 @@ def check_curl(words: Sequence[str], tmp_path: Path) -> None:
 
 
 def check_uv(words: Sequence[str], tmp_path: Path) -> None:
-    """`uv sync`: the extras exist."""
+    """`uv sync`: the extras exist, and those that are installed stay."""
     assert words[1] == "sync", words
+    assert ("--extra" in words) <= ("--inexact" in words), "without --inexact, uv removes all other extras"
     assert {name for option, name in pairwise(words) if option in ("--extra", "--group")} <= known_extras()
 
 
@@ -277,7 +278,11 @@ def test_a_command_that_does_not_exist_is_found(tmp_path: Path, monkeypatch: pyt
         "medarc_train wach outputs/x",
         "uv run benchmarks/plot.py outputs/x",
     ]
-    wrong += ["medarc_slurm rl examples/reverse_text/rl_slurm.toml --single-gpus", "uv sync --extra vlm"]
+    wrong += [
+        "medarc_slurm rl examples/reverse_text/rl_slurm.toml --single-gpus",
+        "uv sync --inexact --extra vlm",
+        "uv sync --extra vllm",
+    ]
     wrong += ["trainer --modl.name x", "pytest tests/test_dcos.py"]
     for line in wrong:
         words = without_uv(line.split())

@@ -23,7 +23,7 @@ from medarc_rl.medarc_train import app
 from prime_rl.run.lock import run_lock
 
 if importlib.util.find_spec("lm_eval") is None:
-    pytest.skip("lm-eval is not installed: uv sync --extra lm-eval", allow_module_level=True)
+    pytest.skip("lm-eval is not installed: uv sync --inexact --extra lm-eval", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "examples" / "med_calc" / "checkpoint"

@@ -28,7 +28,7 @@ ACTOR = "ray::AgentRunner"
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed"),
 ]
 
 SFT = f"""

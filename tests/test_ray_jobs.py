@@ -32,6 +32,7 @@ max_steps = 4
 name = "examples/reverse_text/model"
 [data]
 type = "fake"
+seq_len = 64
 batch_size = 4
 """
 EVAL = """
@@ -51,7 +52,7 @@ def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) 
     assert gpus_of_nodes(config, single_gpu=False) == [3]
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --inexact --extra ray")
 @pytest.mark.parametrize(
     ("kind", "mode", "bundles"), [("sft", "d16", [8, 8]), ("rl", "vllm:d8+fsdp:d16", [8, 8, 8]), ("sft", "d2", [2])]
 )
@@ -65,7 +66,7 @@ def test_an_allocation_mode_asks_for_whole_nodes(kind: str, mode: str, bundles: 
     assert json.loads(asked.partition("PACK ")[2]) == [{"CPU": 1, "GPU": count} for count in bundles]
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --inexact --extra ray")
 @pytest.mark.parametrize(("shape", "gpus"), [((), 2), (("--single-gpu",), 1)])
 def test_trainer_and_server_have_a_gpu_each_or_share_one(shape: tuple[str, ...], gpus: int, tmp_path: Path) -> None:
     example = ROOT / "examples" / "reverse_text" / "rl_cpu.toml"

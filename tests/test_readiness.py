@@ -209,7 +209,7 @@ def test_the_run_is_compared_with_the_gpu_that_slurm_offers(scontrol: Describe, 
     assert "does not fit" in memory_row(config, job, small).detail
     assert memory_row(config, job, None).state is State.UNKNOWN
     assert "compare with --estimate --gpu NAME" in memory_row(config, job, None).detail
-    elsewhere = SFTConfig(model={"name": "some/model"}, data={"name": "x"}, device="cuda")
+    elsewhere = SFTConfig(model={"name": "some/model"}, data={"name": "x", "seq_len": 128}, device="cuda")
     assert memory_row(elsewhere, job, gpu, lambda name: str(EXAMPLES / "checkpoint")).state is State.OK, "in its cache"
     assert memory_row(elsewhere, job, gpu).detail == (
         f"some/model: not in the local cache: run `HF_HOME={tmp_path}/hf hf download some/model config.json` first"

@@ -37,7 +37,7 @@ for name, words in json.loads(Path({cases!r}).read_text()).items():
 print(json.dumps(dict(results=results, loaded=[name for name in {heavy!r} if name in sys.modules])))
 """
 
-SFT = 'max_steps = 2\n[model]\nname = "some/model"\n[data]\nname = "some/data"\n'
+SFT = 'max_steps = 2\n[model]\nname = "some/model"\n[data]\nname = "some/data"\nseq_len = 64\n'
 RL = 'max_steps = 2\n[model]\nname = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
 EVAL = 'environment_ids = ["reverse-text"]\n[model]\nname = "some/model"\n[inference]\n'
 CONFIG = '{"model_type": "qwen3"}'
@@ -70,6 +70,7 @@ def nested(family: str, named: str, language_part: str) -> dict[str, str]:
 
 CASES = {
     "data file that is not there": Case("sft", "--data.name {dir}/no.jsonl", "no such file or directory"),
+    "no length": Case("sft", "--data.seq-len None", "data.seq_len is not set: give the tokens of a packed row"),
     "data file of another type": Case(
         "sft", "--data.name {dir}/rows.xls", "unknown file type; known are .jsonl", {"rows.xls": "a,b"}
     ),

@@ -29,7 +29,7 @@ def begin(kind: str, size: int, folder: Path) -> Action:
     from prime_rl.trainer.sft.data.sources import setup_entries
     from prime_rl.trainer.sft.resume import fingerprint_of
 
-    config = SFTConfig(model={"name": "x"}, data={"name": str(folder / f"rows.{kind}")}, max_steps=1)
+    config = SFTConfig(model={"name": "x"}, data={"name": str(folder / f"rows.{kind}"), "seq_len": 128}, max_steps=1)
 
     def work() -> None:
         assert not list(data_faults(config, StartDir()))
@@ -62,7 +62,7 @@ def begin_reading(kind: str, size: int, folder: Path) -> Action:
     from prime_rl.configs.sft import SFTDataConfig
     from prime_rl.trainer.sft.data.sources import setup_entries
 
-    entries = setup_entries(SFTDataConfig(name=str(folder / f"rows.{kind}")))
+    entries = setup_entries(SFTDataConfig(name=str(folder / f"rows.{kind}"), seq_len=128))
 
     def work() -> None:
         for position in range(size):

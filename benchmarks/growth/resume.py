@@ -22,7 +22,7 @@ def begin(kind: str, streaming: bool, size: int, folder: Path) -> Action:
     from prime_rl.configs.sft import SFTDataConfig
     from prime_rl.trainer.sft.data.sources import setup_entries
 
-    config = SFTDataConfig(name=str(folder / f"rows.{kind}"), streaming=streaming)
+    config = SFTDataConfig(name=str(folder / f"rows.{kind}"), streaming=streaming, seq_len=128)
     position = size // 2
     block = position // config.shuffle_buffer * config.shuffle_buffer
     state = {"epoch": 0, "epoch_start": 0, "block_start": block} if streaming else {}

@@ -88,7 +88,7 @@ def _settings(options: LmEvalOptions) -> Settings:
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError(f"{PACKAGE} is not installed here: uv sync --extra {PACKAGE}") from None
+        raise UsageError(f"{PACKAGE} is not installed here: uv sync --inexact --extra {PACKAGE}") from None
     return Settings(
         limit=options.limit,
         gen_kwargs=dict(_pairs(options.gen_kwargs or "")),

@@ -474,7 +474,7 @@ def island(value: Any) -> str:
 
 COLORS = ("#2563c9", "#c2570c", "#16803f", "#8b3fc4", "#b4235f", "#0e7f8c", "#7a6a00", "#59636f")
 """The palette of the page's light theme."""
-HINT = "no PNGs: matplotlib is not installed; `uv sync --extra report` installs it"
+HINT = "no PNGs: matplotlib is not installed; `uv sync --inexact --extra report` installs it"
 
 
 class NoMatplotlib(Exception):

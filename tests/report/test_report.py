@@ -298,7 +298,7 @@ def test_only_the_owner_can_read_it(run: Path) -> None:
 
 
 def test_pngs_are_drawn_without_a_browser(run: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: uv sync --extra report")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: uv sync --inexact --extra report")
     result = report(run, pictures=True)
     assert result.exit_code == 0, result.output
     files = list((run / "report").glob("*.png"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aws_machine import Docker, make_docker, make_project
 
-pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
+pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --inexact --extra sagemaker --group aws`")
 
 from s3_server import Proxy
 

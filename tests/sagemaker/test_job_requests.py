@@ -14,7 +14,7 @@ from aws_machine import ACCOUNT, ROLE, command, make_project, submit
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker`")
+pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --inexact --extra sagemaker`")
 
 from medarc_rl import deployment
 from medarc_rl.backends.protocol import Request
@@ -337,4 +337,7 @@ def test_a_missing_extra_is_one_line(project: Path) -> None:
         "u.find_spec = lambda name, *more: None if name == 'boto3' else find(name, *more)\n"
     )
     done = submit(project, "sft", "sft.toml", "--to", "sagemaker", env={"PYTHONPATH": str(hidden)})
-    assert (done.returncode, done.stderr) == (2, "error: boto3 is not installed: run `uv sync --extra sagemaker`\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: boto3 is not installed: run `uv sync --inexact --extra sagemaker`\n",
+    )

@@ -22,7 +22,7 @@ import pytest
 from aws_machine import ACCOUNT, make_project, submit
 from s3_server import Proxy
 
-pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
+pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --inexact --extra sagemaker --group aws`")
 
 from medarc_rl.backends.sagemaker.in_job import Rendezvous, connect, proof_of, read_line
 from medarc_rl.backends.sagemaker.request import SHARED_CHANNEL, Aws
@@ -30,7 +30,7 @@ from medarc_rl.backends.sagemaker.source_files import MlPaths
 from medarc_rl.errors import MedarcError
 from prime_rl.run.paths import RunPaths, stable_steps
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --extra ray")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 FILE_SYSTEM = "fsx:fs-0123456789abcdef0:/mount/runs"

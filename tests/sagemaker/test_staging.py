@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("pathspec", reason="pathspec is not installed: `uv sync --extra sagemaker`")
+pytest.importorskip("pathspec", reason="pathspec is not installed: `uv sync --inexact --extra sagemaker`")
 
 from medarc_rl.backends.sagemaker.source_files import pack, packed, relocated, stage, unpack
 from medarc_rl.errors import MedarcError, UsageError

@@ -15,7 +15,7 @@ import pytest
 from aws_machine import ACCOUNT, ROLE, Docker, make_docker, make_project
 from s3_server import Fault, Handler, Proxy, reset
 
-pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --extra sagemaker --group aws`")
+pytest.importorskip("boto3", reason="boto3 is not installed: `uv sync --inexact --extra sagemaker --group aws`")
 
 from medarc_rl.backends.sagemaker.backend import LOG_GROUP, SageMaker, status_of
 from medarc_rl.backends.sagemaker.docker import ImageBuild, build_and_push

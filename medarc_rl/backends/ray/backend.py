@@ -63,7 +63,7 @@ class Ray:
     def prepare(self, request: Request) -> PreparedDriver:
         options = request.options
         if importlib.util.find_spec("ray") is None:
-            raise UsageError("--to ray needs Ray: install it with `uv sync --extra ray`")
+            raise UsageError("--to ray needs Ray: install it with `uv sync --inexact --extra ray`")
         # On one node the node's launcher starts the run, which has no other one.
         owned = {"launcher": "ray"} if request.nodes > 1 else {}
         output_dir = None if request.output_dir is None else Path(request.output_dir)

@@ -103,7 +103,7 @@ def require_boto3() -> None:
     """Raises UsageError if the extra is not installed."""
     missing = [name for name in ("boto3", "pathspec") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{missing[0]} is not installed: run `uv sync --extra {EXTRA}`")
+        raise UsageError(f"{missing[0]} is not installed: run `uv sync --inexact --extra {EXTRA}`")
 
 
 @contextmanager

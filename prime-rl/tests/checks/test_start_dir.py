@@ -18,7 +18,7 @@ from prime_rl.configs.sft import SFTConfig
 
 
 def sft_faults(job_dir: Path | None = None, **values: object) -> list[str]:
-    return start_faults(SFTConfig.model_validate({"model": {"name": "some/model"}, **values}), job_dir)
+    return start_faults(SFTConfig.model_validate({"model": {"name": "some/model", "seq_len": 64}, **values}), job_dir)
 
 
 def test_a_hub_id_is_never_refused(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def rl_config(out: RunPaths, **values: Any) -> RLConfig:
 
 
 def sft_config(out: RunPaths, **values: Any) -> SFTConfig:
-    return SFTConfig.model_validate({"device": "cpu", "output_dir": out.root, **values})
+    return SFTConfig.model_validate({"device": "cpu", "output_dir": out.root, "data": {"seq_len": 64}, **values})
 
 
 def test_rl_runs_its_children_and_shows_the_trainers_log(

@@ -21,8 +21,8 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.loading import load_environments
 
-pytest.importorskip("gymnasium", reason="gymnasium is not installed: `uv sync --extra environments`")
-pytest.importorskip("textarena", reason="textarena is not installed: `uv sync --extra environments`")
+pytest.importorskip("gymnasium", reason="gymnasium is not installed: `uv sync --inexact --extra environments`")
+pytest.importorskip("textarena", reason="textarena is not installed: `uv sync --inexact --extra environments`")
 
 from prime_rl.environments.adapters.local_games import GameProcesses
 from prime_rl.environments.adapters.options import read_gymnasium_config, read_textarena_config

@@ -41,5 +41,6 @@ def test_a_missing_package_is_one_line_with_the_key_the_package_and_the_command(
     faults = [
         str(each) for each in built_in_faults("orchestrator.env.0", EnvConfig(id=env_id, args=ARGS[env_id]), StartDir())
     ]
-    fault = f"orchestrator.env.0.id = '{env_id}': no package '{env_id}': install it with `uv sync --extra environments`"
+    install = "install it with `uv sync --inexact --extra environments`"
+    fault = f"orchestrator.env.0.id = '{env_id}': no package '{env_id}': {install}"
     assert faults == ([] if env_id in WITHOUT_PACKAGE else [fault])

@@ -18,7 +18,7 @@ from prime_rl.environments.builtin import built_in_module
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.pydantic_config import ConfigError
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: `uv sync --extra environments`")
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: `uv sync --inexact --extra environments`")
 
 from prime_rl.environments.adapters.procedural import rows_of
 from prime_rl.environments.adapters.reasoning_gym import load_environment

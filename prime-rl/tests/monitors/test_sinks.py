@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needs(sink: str) -> None:
     if sink not in INSTALLED:
-        pytest.skip(f"the package {PACKAGES[sink]} is missing: uv sync --extra monitors")
+        pytest.skip(f"the package {PACKAGES[sink]} is missing: uv sync --inexact --extra monitors")
 
 
 def test_tensorboard_shows_each_part_and_repeated_steps_once(run: Path) -> None:

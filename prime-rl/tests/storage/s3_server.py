@@ -166,7 +166,7 @@ def only(method: str, part: str, fault: Fault) -> Fault:
 def moto_server() -> Iterator[str]:
     """Host and port of a server in a process of its own."""
     for package in ("boto3", "moto"):
-        pytest.importorskip(package, reason=f"{package} is not installed: `uv sync --extra s3 --group aws`")
+        pytest.importorskip(package, reason=f"{package} is not installed: `uv sync --inexact --extra s3 --group aws`")
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

@@ -194,4 +194,4 @@ def test_without_boto3_the_line_says_how_to_install_it() -> None:
         "try: S3.connect()\nexcept StorageError as error: print(error)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert answer.stdout == "S3 needs the package boto3: install it with `uv sync --extra s3`\n"
+    assert answer.stdout == "S3 needs the package boto3: install it with `uv sync --inexact --extra s3`\n"

@@ -26,8 +26,9 @@ from prime_rl.trainer.checkpoints.files import random_state
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState, identity_of_frozen
 from prime_rl.trainer.checkpoints.weights import gather_weights
-from prime_rl.trainer.model.build import export_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import export_dtype, setup_model
 from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, offload_states, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError

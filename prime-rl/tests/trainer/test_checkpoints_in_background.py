@@ -20,8 +20,9 @@ from prime_rl.trainer.checkpoints.files import BackgroundJobs
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import Progress, TrainedModel, TrainState
 from prime_rl.trainer.checkpoints.weights import gather_weights
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import CheckpointError

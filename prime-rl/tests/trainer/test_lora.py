@@ -37,9 +37,10 @@ from prime_rl.configs.trainer import (
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.kernels.heads import ChunkSizes, linear_cross_entropy_sum
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.lora import LowRank, full_tensor, gather_adapter, peft_config
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.errors import ModelError

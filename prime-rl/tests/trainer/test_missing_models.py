@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
 from prime_rl.inference.embedded.engine.model import load_model
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 

@@ -22,8 +22,9 @@ from prime_rl.configs.trainer import (
     WeightCheckpointConfig,
 )
 from prime_rl.trainer.checkpoints.weights import add_older_keys, export_model, gather_weights, save_weights
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.perf import Throughput, flops_per_token
 from prime_rl.trainer.process.errors import ModelError, TrainerError

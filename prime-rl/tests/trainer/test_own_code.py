@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from prime_rl.configs.trainer import DebugModelConfig, ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.trainer.checkpoints.weights import export_model
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 

@@ -252,7 +252,9 @@ def monitor_faults(monitor: MonitorConfig, start: StartDir) -> Iterator[str]:
         packages = SINK_PACKAGES[sink] if section is not None else ()
         for package in packages:
             if find_module(package) is None:
-                line = f"[monitor.{sink}] needs the package {package}: install it with `uv sync --extra {sink}`"
+                line = (
+                    f"[monitor.{sink}] needs the package {package}: install it with `uv sync --inexact --extra {sink}`"
+                )
                 yield NotInstalled(line)
                 break
 

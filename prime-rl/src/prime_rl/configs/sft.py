@@ -215,8 +215,8 @@ def length_fault(data: BaseDataConfig, section: str = "data") -> str | None:
     if data.seq_len is not NOT_SET:
         return None
     return (
-        f"{section}.seq_len is not set: give the tokens of a packed row, which longer samples are cut to, such as "
-        f"{section}.seq_len = 2048 (earlier versions took 128; --preflight shows the lengths of the data)"
+        f"{section}.seq_len is not set: give the tokens of a packed row, and so of the longest sample, such as "
+        f"{section}.seq_len = 2048 (earlier versions took 128)"
     )
 
 
@@ -653,7 +653,7 @@ class SFTConfig(LaunchedConfig):
         if not isinstance(self.data, SFTDataConfig):
             yield f"{key} needs a dataset (data.type = 'sft')"
         elif self.data.streaming:
-            yield f"{key} needs all rows at the start, which data.streaming = true does not read: give [val.data] a name"
+            yield f"{key} reads all rows at the start, and data.streaming = true does not: give [val.data] a name"
         else:
             for name in ("name", "sources", "subsets", "splits", "probabilities", "columns", "roles"):
                 if getattr(self.data, name) != getattr(self.val.data, name):

@@ -43,4 +43,4 @@ def missing_package(module: str) -> str | None:
     package = PACKAGES.get(module)
     if package is None or importlib.util.find_spec(package) is not None:
         return None
-    return f"no package {package.replace('_', '-')!r}: install it with `uv sync --extra environments`"
+    return f"no package {package.replace('_', '-')!r}: install it with `uv sync --inexact --extra environments`"

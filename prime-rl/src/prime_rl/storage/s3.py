@@ -96,7 +96,8 @@ def aws_client(service: str, region: str | None = None) -> Any:
         from botocore.config import Config
     except ModuleNotFoundError as error:
         raise StorageError(
-            f"{service.upper()} needs the package {error.name}: install it with `uv sync --extra s3`", "NotInstalled"
+            f"{service.upper()} needs the package {error.name}: install it with `uv sync --inexact --extra s3`",
+            "NotInstalled",
         ) from error
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,

@@ -33,7 +33,7 @@ def test_the_same_data_elsewhere_has_the_same_fingerprint(
 
 
 def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    before = fingerprint_of(SFTDataConfig(name=str(file)), tokenizer)
+    before = fingerprint_of(SFTDataConfig(name=str(file), seq_len=32), tokenizer)
     file.write_text('{"prompt": "a", "completion": "c"}\n')
     tokenizer.chat_template += "!"
     tokenizer.add_tokens(["<new>"])
@@ -44,7 +44,7 @@ def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTra
         "the tokenizer changed",
         "the chat template changed",
         "data.loss_mask.user was False and is True",
-        "data.seq_len was 128 and is 64",
+        "data.seq_len was 32 and is 64",
     ]
 
 

@@ -30,7 +30,7 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 def open_stream(
     file: Path, tokenizer: PreTrainedTokenizerBase, rank: int = 0, data_size: int = 1, **fields
 ) -> PackedRows:
-    config = SFTDataConfig(name=str(file), streaming=True, **fields)
+    config = SFTDataConfig(name=str(file), streaming=True, **{"seq_len": 128, "pack_function": "cat", **fields})
     return setup_rows(config, tokenizer, 128, DataAxis(rank, data_size))
 
 

@@ -19,7 +19,7 @@ def test_the_main_process_names_the_rows_of_all_ranks(tiny_model_dir: Path, tmp_
         "output_dir": tmp_path / "out",
         "device": "cpu",
         "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
-        "data": {"name": str(rows), "batch_size": 2, "seq_len": 32, "shuffle": False},
+        "data": {"name": str(rows), "batch_size": 2, "seq_len": 32, "shuffle": False, "pack_function": "cat"},
         "optim": {"lr": 100, "weight_decay": 100},
         "max_steps": 40,
     }

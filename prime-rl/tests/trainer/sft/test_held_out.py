@@ -60,9 +60,7 @@ def test_every_row_is_on_one_side_and_a_question_never_on_both(tmp_path: Path) -
         assert len(trained) + len(held_out) == 200
         assert not set(trained) & set(held_out)
         if expected is None:
-            assert 8 <= len(held_out) <= 36, (
-                "a tenth of 100 questions with two rows each"
-            )
+            assert 8 <= len(held_out) <= 36, "a tenth of 100 questions with two rows each"
         else:
             assert len(held_out) == expected
 
@@ -138,7 +136,7 @@ def test_a_split_without_rows_on_a_side_is_refused(
         ("val.fraction=1.5", "val.fraction: should be above 0 and below 1"),
         ("val.fraction=0.1 val.data.name=other.jsonl", "val.fraction holds out rows of data, and val.data.name names"),
         ("val.fraction=0.1 data.type=fake", "val.fraction needs a dataset"),
-        ("val.size=5 data.streaming", "val.size needs all rows at the start"),
+        ("val.size=5 data.streaming", "val.size reads all rows at the start"),
     ],
 )
 def test_a_split_that_cannot_be_made_is_one_line(options: str, fault: str) -> None:

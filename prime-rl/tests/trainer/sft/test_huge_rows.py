@@ -32,7 +32,7 @@ def made_from(
 ) -> Made:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    config = SFTDataConfig(name=str(path), batch_size=1, **data)
+    config = SFTDataConfig(name=str(path), batch_size=1, **{"seq_len": 128, **data})
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template or tokenizer.chat_template
     return SampleMaker(config, tokenizer, max_row_s)(setup_entries(config).at(0))
@@ -91,7 +91,7 @@ def test_a_limit_inside_another_leaves_it_in_force() -> None:
 def test_a_hostile_row_is_one_line(line: str, fault: str, tmp_path: Path, tiny_model_dir: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n")
-    config = SFTDataConfig(name=str(path), batch_size=1)
+    config = SFTDataConfig(name=str(path), batch_size=1, seq_len=128)
     with pytest.raises(DataError) as error:
         SampleMaker(config, AutoTokenizer.from_pretrained(tiny_model_dir))(setup_entries(config).at(0))
     assert fault in str(error.value)

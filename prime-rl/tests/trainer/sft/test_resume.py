@@ -26,7 +26,7 @@ def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "device": "cpu",
         "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
-        "data": {"name": str(file), "batch_size": 2, "seq_len": 128},
+        "data": {"name": str(file), "batch_size": 2, "seq_len": 128, "pack_function": "cat"},
         "optim": {"lr": 1e-3},
         "ckpt": {"weights": None},
         "max_steps": 1,

@@ -50,7 +50,7 @@ def test_a_nan_loss_names_the_rows_saves_and_stops(poisoned_model_dir: Path, tmp
     config = SFTConfig(
         device="cpu",
         model={"name": str(poisoned_model_dir), "attn": "sdpa"},
-        data={"name": str(file), "seq_len": 32, "batch_size": 2, "shuffle": False},
+        data={"name": str(file), "seq_len": 32, "batch_size": 2, "shuffle": False, "pack_function": "cat"},
         ckpt={"weights": None},
         max_steps=8,
         output_dir=tmp_path / "out",

@@ -33,7 +33,9 @@ def texts_of(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, count: int) -
 
 def test_samples_are_concatenated_and_the_last_is_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_texts(tmp_path / "rows.jsonl", ["ab", "cde", "fghi"])
-    config = SFTDataConfig(name=str(file), shuffle=False, seq_len=5, micro_batch_size=2, batch_size=2)
+    config = SFTDataConfig(
+        name=str(file), shuffle=False, seq_len=5, micro_batch_size=2, batch_size=2, pack_function="cat"
+    )
     row = next(setup_rows(config, tokenizer, 128, DataAxis(0, 1)))
     assert tokenizer.decode(row.input_ids) == ">ab>cde>fg"
     assert tokenizer.decode(row.target_ids) == "ab<|im_end|>cde<|im_end|>fgh"
@@ -44,7 +46,7 @@ def test_samples_are_concatenated_and_the_last_is_cut(tmp_path: Path, tokenizer:
 
 def test_processes_take_turns_and_every_epoch_is_reshuffled(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = [chr(ord("a") + index) * 3 for index in range(10)]
-    config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seed=5)
+    config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", texts)), seed=5, seq_len=128)
     alone = texts_of(setup_rows(config, tokenizer, 128, DataAxis(0, 1)), tokenizer, 20)
     assert sorted(alone[:10]) == sorted(alone[10:]) == texts
     assert alone[:10] != alone[10:]
@@ -87,7 +89,8 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted(
 
 
 def test_a_dataset_without_any_usable_row_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    config = SFTDataConfig(name=str(write_texts(tmp_path / "rows.jsonl", ["abc"])), loss_mask={"assistant": False})
+    file = write_texts(tmp_path / "rows.jsonl", ["abc"])
+    config = SFTDataConfig(name=str(file), seq_len=128, loss_mask={"assistant": False})
     rows = setup_rows(config, tokenizer, 128, DataAxis(0, 1))
     # A plain text gets an end token, which would be trained.
     tokenizer.eos_token = None
@@ -109,7 +112,7 @@ def test_a_data_rank_whose_share_has_no_usable_row_names_it(tmp_path: Path, toke
 def test_a_bad_row_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": 7}\n')
-    rows = setup_rows(SFTDataConfig(name=str(file), shuffle=False), tokenizer, 128, DataAxis(0, 1))
+    rows = setup_rows(SFTDataConfig(name=str(file), shuffle=False, seq_len=128), tokenizer, 128, DataAxis(0, 1))
     with pytest.raises(DataError, match=r"rows\.jsonl:2: `prompt` and `completion`"):
         next(rows)
 

@@ -43,7 +43,13 @@ def base(tiny_model_dir: Path, dataset: Path) -> dict[str, Any]:
     return {
         "device": "cpu",
         "model": {"name": str(tiny_model_dir), "attn": "sdpa"},
-        "data": {"name": str(dataset), "batch_size": 4, "micro_batch_size": 2, "seq_len": 64},
+        "data": {
+            "name": str(dataset),
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "seq_len": 64,
+            "pack_function": "cat",  # rows without padding
+        },
         "optim": {"lr": 3e-3},
         "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2},
         "max_steps": 6,
@@ -128,6 +134,7 @@ def test_the_loss_does_not_depend_on_micro_batches(base: dict[str, Any], tmp_pat
     first_steps = []
     for size in (1, 4):
         data = {"type": "fake", "input_ids": "random", "batch_size": 4, "micro_batch_size": size, "seq_len": 32}
+        data["pack_function"] = "cat"  # the order of the samples
         run_sft(base, tmp_path / str(size), data=data, max_steps=4)
         first_steps.append(metrics_of(tmp_path / str(size))[0])
     for name in ("loss/mean", "optim/grad_norm"):

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.run.paths import RunPaths, stable_steps
-from prime_rl.trainer.model.build import setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.run import run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,20 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     dynamic_module_utils,
 )
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.model_files import loading_fault, unused_tensors
-from prime_rl.checks.start_dir import looks_like_path
-from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, WeightCheckpointConfig
+from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, choose_attention
 from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
@@ -40,12 +36,11 @@ from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import add_adapters, load_adapter, log_adapters, merge_into
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
+from prime_rl.trainer.model.tokenizer import load_error, loading_code
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
-from prime_rl.utils.errors import StartFault
-from prime_rl.utils.files import locked_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
@@ -195,25 +190,6 @@ def own_class(model: nn.Module) -> type | None:
     return next((each for each in type(model).__mro__ if each.__module__.startswith("transformers_modules.")), None)
 
 
-@contextmanager
-def loading_code(is_trusted: bool) -> Iterator[None]:
-    """Let no other rank load code during the block, if it loads some.
-
-    Transformers copies the code to its cache before it imports it, and a rank could import what another one is writing.
-    """
-    if not is_trusted:
-        yield
-        return
-    # Looked up at each call: a program can set another cache.
-    cache = Path(dynamic_module_utils.HF_MODULES_CACHE)
-    with ExitStack() as stack:
-        # Without a lock, nothing is lost in a cache that cannot be written: nobody writes there.
-        with suppress(OSError):
-            cache.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked_file(cache / "prime_rl.lock"))
-        yield
-
-
 def load_model_class(model_config: PretrainedConfig, name: str) -> None:
     """Load the class of the model at `name`, if its config names one of the model's own. It stays loaded."""
     reference = (getattr(model_config, "auto_map", None) or {}).get("AutoModelForCausalLM")
@@ -358,7 +334,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
             if config.trust_remote_code:
                 load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(_load_error("model.name", config.name, error)) from error
+        raise ModelError(load_error("model.name", config.name, error)) from error
     if fault := ModelDescription(model_config.to_dict()).parts_fault():
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
@@ -367,28 +343,6 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     return model_config
-
-
-def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer at `config.name` (None means the model's), and set `config.chat_template` if given.
-
-    Raises:
-        ModelError: the tokenizer or the chat template cannot be loaded.
-    """
-    name = config.name or model_config.name
-    trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
-    try:
-        with loading_code(trust):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        key = "model.name" if config.name is None else "tokenizer.name"
-        raise ModelError(_load_error(key, name, error)) from error
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = read_template("tokenizer.chat_template", config.chat_template)
-        except StartFault as fault:
-            raise ModelError(str(fault)) from fault
-    return tokenizer
 
 
 def freeze_routers(model: nn.Module) -> None:
@@ -436,7 +390,7 @@ def _build_full(
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
-        raise ModelError(_load_error("model.name", config.name, error) + hint) from error
+        raise ModelError(load_error("model.name", config.name, error) + hint) from error
     # Transformers annotates only the model.
     model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
     if fault := loading_fault(report):
@@ -536,16 +490,3 @@ def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:
 
 def _is_router(name: str, module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router") or name.rpartition(".")[2] in ("gate", "router")
-
-
-def _load_error(key: str, name: str, error: Exception) -> str:
-    """One-line error message for a failure to load `name`, the value of config key `key`."""
-    # Some of Transformers' messages begin with an empty line.
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if Path(name).is_dir():
-        return f"{key} = {name}: {reason}"
-    if looks_like_path(name):
-        return f"{key} = {name}: no such directory"
-    # Also for a hub that cannot be reached, or that asks for a login; the reason tells these apart.
-    missing = "no such directory, and not found in the model hub or its local cache: "
-    return f"{key} = {name}: {missing if isinstance(error, OSError) else ''}{reason}"

@@ -22,7 +22,8 @@ from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state, summary_of
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak

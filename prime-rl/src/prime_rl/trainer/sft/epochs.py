@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch.distributed as dist
 
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
-from prime_rl.trainer.model.build import setup_tokenizer
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import Process
-from prime_rl.trainer.sft.data.examination import examine, made_rows, steps_per_epoch
+from prime_rl.trainer.sft.data.examination import examine, made_rows, steps_of, steps_per_epoch
 from prime_rl.trainer.sft.data.samples import SampleMaker
 from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.utils.logger import get_logger
@@ -36,11 +34,6 @@ def with_steps(config: SFTConfig, process: Process) -> SFTConfig:
 def as_written(config: SFTConfig) -> SFTConfig:
     """The config before `with_steps`, which is the one to save and compare."""
     return config if config.num_epochs is None else config.model_copy(update={"max_steps": None})
-
-
-def steps_of(num_epochs: float, steps_per_epoch: float) -> int:
-    """Number of whole steps that cover `num_epochs` passes over the data."""
-    return max(1, math.ceil(num_epochs * steps_per_epoch - 1e-9))
 
 
 def _count(config: SFTConfig) -> int:

@@ -5,7 +5,10 @@ By itself: `python -m prime_rl.trainer.sft.preflight @ sft.toml`.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -26,13 +29,13 @@ from prime_rl.trainer.sft.data.examination import (
     made_rows,
     packed_whole,
     repeats,
+    steps_of,
     steps_per_epoch,
     untrainable_fault,
     worries,
 )
-from prime_rl.trainer.sft.data.samples import BadRows, SampleMaker
+from prime_rl.trainer.sft.data.samples import BadRows, Made, SampleMaker
 from prime_rl.trainer.sft.data.sources import setup_entries
-from prime_rl.trainer.sft.epochs import steps_of
 from prime_rl.utils.logger import count_of, get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program
@@ -47,6 +50,7 @@ _BAR_WIDTH = 40
 _SHOWN_CHARACTERS = 600
 """Maximum length of each shown stretch of trained or untrained text."""
 _SHOWN_FAULTS = 20
+_SAY_EVERY_S = 3
 
 
 def main() -> None:
@@ -57,11 +61,28 @@ def main() -> None:
     refuse_unbuilt(config)
     refuse_unstartable(config)
     setup_logger("warning")
-    raise SystemExit(preflight(config, Console(soft_wrap=True)))
+    if not (config.model.trust_remote_code or config.tokenizer.trust_remote_code):
+        load_no_torch()
+    raise SystemExit(preflight(config, Console(soft_wrap=True), _say))
 
 
-def preflight(config: SFTConfig, console: Console) -> int:
-    """Inspect the data of a run and print a report. Returns the exit code.
+def load_no_torch() -> None:
+    """Have this process do without torch, which tokenizers do not need. Its import takes most of a preflight's time.
+
+    Transformers imports torch for everything as soon as it finds it, and scikit-learn with it.
+    """
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # or it tells that no model can be loaded
+    for package in ("torch", "sklearn"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # Python's way to say: not installed
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def preflight(config: SFTConfig, console: Console, say: Callable[[str], None] = lambda line: None) -> int:
+    """Inspect the data of a run and print a report. Returns the exit code. `say` is told what takes time.
 
     Raises:
         SystemExit: with code 1, if the data cannot be read. The log says why.
@@ -71,24 +92,27 @@ def preflight(config: SFTConfig, console: Console) -> int:
         datasets["Validation data"] = packed_whole(config.val.data)
     if config.validates_on_training_rows:
         console.print(f"warning: {TRAINED_VALIDATION}", style="yellow", markup=False, highlight=False)
-    codes = [_inspected(title, data, config, console) for title, data in datasets.items()]
+    codes = [_inspected(title, data, config, console, say) for title, data in datasets.items()]
     return max(codes)
 
 
-def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console) -> int:
+def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console, say: Callable[[str], None]) -> int:
     """Inspect one dataset. Returns the exit code."""
     if not isinstance(data, SFTDataConfig):
         console.print(f'data.type = "{data.type}": generated samples, nothing to inspect')
         return 0
     with exit_on_error():
-        # This import takes most of a preflight's time. Faults of the data are found before it.
+        say(f"{title}: reading {data.label.partition(' = ')[2]}")
         entries = setup_entries(data)
-        from prime_rl.trainer.model.build import setup_tokenizer
+        say(f"{title}: loading the tokenizer of {config.tokenizer.name or config.model.name}")
+        # This import takes seconds. Faults of the data are found before it.
+        from prime_rl.trainer.model.tokenizer import setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
         faults = BadRows()
         make = faults.collecting(SampleMaker(data, tokenizer))
-        found = examine(made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS), entries.row_count, data)
+        rows = made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS)
+        found = examine(_counted(rows, f"{title}: tokenized", entries.row_count, say), entries.row_count, data)
         if lines := faults.lines():
             if (more := len(lines) - _SHOWN_FAULTS) > 0:
                 lines[_SHOWN_FAULTS:] = [f"and {count_of('more kind', more)} of faults; those above are the first"]
@@ -108,6 +132,17 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
     return _verdict(title, found, data, console, list(repeats(found, data)) if data is config.data else [])
+
+
+def _counted(rows: Iterable[Made], what: str, row_count: int, say: Callable[[str], None]) -> Iterator[Made]:
+    """`rows`, with a line about how far they are every few seconds."""
+    total = f" of {min(_MAX_ROWS, row_count):,}" if row_count else ""
+    told_s = time.monotonic()
+    for number, made in enumerate(rows, start=1):
+        yield made
+        if time.monotonic() - told_s >= _SAY_EVERY_S:
+            told_s = time.monotonic()
+            say(f"{what} {number:,}{total} rows")
 
 
 def rendered(sample: TokenizedSample, tokenizer: PreTrainedTokenizerBase, in_colour: bool) -> Text:

@@ -20,7 +20,8 @@ from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model, setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak

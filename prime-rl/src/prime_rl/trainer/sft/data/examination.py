@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -119,6 +120,11 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
 def steps_per_epoch(found: Examination, config: SFTDataConfig) -> float:
     """Number of optimizer steps that one pass over the data takes."""
     return found.packed_rows * found.per_epoch * config.micro_batch_size / config.batch_size
+
+
+def steps_of(num_epochs: float, steps_per_epoch: float) -> int:
+    """Number of whole steps that cover `num_epochs` passes over the data."""
+    return max(1, math.ceil(num_epochs * steps_per_epoch - 1e-9))
 
 
 def made_rows(entries: Entries, make: Callable[[Entry], Made], max_rows: int, max_tokens: int) -> Iterator[Made]:

@@ -1,0 +1,74 @@
+"""Loads a tokenizer. Without torch, so that a preflight does not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, dynamic_module_utils
+
+from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.start_dir import looks_like_path
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.utils.errors import StartFault
+from prime_rl.utils.files import locked_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer at `config.name` (None means the model's), and set `config.chat_template` if given.
+
+    Raises:
+        ModelError: the tokenizer or the chat template cannot be loaded.
+    """
+    name = config.name or model_config.name
+    trust = model_config.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
+    try:
+        with loading_code(trust):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        key = "model.name" if config.name is None else "tokenizer.name"
+        raise ModelError(load_error(key, name, error)) from error
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = read_template("tokenizer.chat_template", config.chat_template)
+        except StartFault as fault:
+            raise ModelError(str(fault)) from fault
+    return tokenizer
+
+
+@contextmanager
+def loading_code(is_trusted: bool) -> Iterator[None]:
+    """Let no other rank load code during the block, if it loads some.
+
+    Transformers copies the code to its cache before it imports it, and a rank could import what another one is writing.
+    """
+    if not is_trusted:
+        yield
+        return
+    # Looked up at each call: a program can set another cache.
+    cache = Path(dynamic_module_utils.HF_MODULES_CACHE)
+    with ExitStack() as stack:
+        # Without a lock, nothing is lost in a cache that cannot be written: nobody writes there.
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked_file(cache / "prime_rl.lock"))
+        yield
+
+
+def load_error(key: str, name: str, error: Exception) -> str:
+    """One-line error message for a failure to load `name`, the value of config key `key`."""
+    # Some of Transformers' messages begin with an empty line.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if Path(name).is_dir():
+        return f"{key} = {name}: {reason}"
+    if looks_like_path(name):
+        return f"{key} = {name}: no such directory"
+    # Also for a hub that cannot be reached, or that asks for a login; the reason tells these apart.
+    missing = "no such directory, and not found in the model hub or its local cache: "
+    return f"{key} = {name}: {missing if isinstance(error, OSError) else ''}{reason}"
