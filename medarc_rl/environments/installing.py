@@ -35,6 +35,7 @@ from prime_rl.interpreters import (
 )
 from prime_rl.launch.job import command_prefix
 from prime_rl.utils.errors import RunError, UserError, one_line
+from prime_rl.utils.terminal import tell
 
 VERIFIERS = "verifiers>=0.1.5,<0.4"
 """Requirement that is added for a package which does not name a version of verifiers."""
@@ -139,7 +140,7 @@ def source_of(text: str, copy: bool) -> Source:
 
 
 def _install(source: Source, kind: Kind, python: str | None, registry: Registry) -> InstalledEnvironment:
-    uv = Uv(registry.directory)
+    uv = Uv(registry.directory, tell)
     place = final = registry.directory / f"new-{secrets.token_hex(4)}"
     try:
         target = ("--python", sys.executable, "--target", str(place), "--no-deps")

@@ -30,7 +30,8 @@ from prime_rl.utils.errors import CannotStart
 from prime_rl.utils.gpus import MASK_VARIABLE, masked_gpus, usable_gpus
 from prime_rl.utils.private import RUNTIME_VARIABLE
 from prime_rl.utils.scratch import scratch_directory
-from prime_rl.utils.waiting import Wait
+from prime_rl.utils.terminal import say
+from prime_rl.utils.waiting import Wait, telling
 
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -98,8 +99,11 @@ def _initialised(**options: Any) -> Iterator[None]:
     import ray
 
     for left in reversed(range(_STARTS)):
+        at = "to start on this machine" if options["address"] == "local" else f"at {options['address']} to answer"
+        attempt = f"attempt {_STARTS - left} of {_STARTS}"
         try:
-            ray.init(configure_logging=False, log_to_driver=False, **options)
+            with telling(f"waiting for Ray {at}", say, lambda attempt=attempt: attempt):  # type: ignore[misc]
+                ray.init(configure_logging=False, log_to_driver=False, **options)
             break
         except SystemExit as ended:
             # Ray's handler of SIGTERM exits with the number of the signal.
@@ -266,15 +270,17 @@ def placed(bundles: Sequence[Mapping[str, float]], strategy: Strategy) -> Iterat
     group = placement_group(list(map(dict, bundles)), strategy=strategy.upper())
     actors: list[Any] = []
     try:
-        waiting = Wait(f"Ray to free {_shown(bundles)}", "`ray status` shows who uses them", float("inf"), "")
+        waiting = Wait(f"Ray to free {_shown(bundles)}", "", float("inf"), "", tell=say)
         while not ray.wait([group.ready()], timeout=_LOOK_S)[0]:
+            waiting.advice = f"{_free()} are free; `ray status` shows who uses the others"
             waiting.is_over()
         remote = ray.remote(concurrency_groups=_GROUPS)(AgentRunner)
         for index, bundle in enumerate(bundles):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
             actors.append(remote.options(**options).remote())
-        placements = _get([actor.placement.options(concurrency_group="others").remote() for actor in actors])
+        with telling(f"waiting for Ray to start a process on {_nodes(bundles)}", say):
+            placements = _get([actor.placement.options(concurrency_group="others").remote() for actor in actors])
         yield RayCluster(placements, actors)
     except _errors() as error:
         raise MedarcError(f"Ray could not start an actor: {_first_line(error)}") from error
@@ -292,10 +298,22 @@ def kill(actor: Any) -> None:
         ray.kill(actor)
 
 
+def _nodes(bundles: Sequence[Mapping[str, float]]) -> str:
+    return "1 node" if len(bundles) == 1 else f"{len(bundles)} nodes"
+
+
+def _free() -> str:
+    """GPUs and CPUs of the cluster that nobody uses, `2 of 8 GPUs and 30 of 64 CPUs`."""
+    import ray
+
+    whole, free = ray.cluster_resources(), ray.available_resources()
+    counts = [f"{free.get(kind, 0):g} of {whole[kind]:g} {kind}s" for kind in ("GPU", "CPU") if kind in whole]
+    return " and ".join(counts)
+
+
 def _shown(bundles: Sequence[Mapping[str, float]]) -> str:
-    nodes = "1 node" if len(bundles) == 1 else f"{len(bundles)} nodes"
     counts = sorted({int(each.get("GPU", 0)) for each in bundles})
-    return f"{nodes} with {' or '.join(map(str, counts))} GPU{'' if counts == [1] else 's'}"
+    return f"{_nodes(bundles)} with {' or '.join(map(str, counts))} GPU{'' if counts == [1] else 's'}"
 
 
 def check_capacity() -> int:

@@ -316,7 +316,9 @@ class Rendezvous:
 
 def resolved_address(host: str) -> str:
     """The IPv4 address of a host, whose name may be known a while after this host has started. Raises MedarcError."""
-    waiting = Wait(f"the address of {host}", "SageMaker names hosts when they start", JOIN_LIMIT_S, "join", 10.0)
+    waiting = Wait(
+        f"the address of {host}", "SageMaker names hosts when they start", JOIN_LIMIT_S, "join", 10.0, tell=say
+    )
     while True:
         try:
             return socket.gethostbyname(host)
@@ -329,7 +331,7 @@ def resolved_address(host: str) -> str:
 def connect(host: str, port: int) -> socket.socket:
     """Connect to the rendezvous, which may open only a while later. Raises MedarcError."""
     address = resolved_address(host)
-    waiting = Wait(f"{host} at {address}:{port}", "it starts Ray first", JOIN_LIMIT_S, "join", 30.0)
+    waiting = Wait(f"{host} at {address}:{port}", "it starts Ray first", JOIN_LIMIT_S, "join", 30.0, tell=say)
     while True:
         try:
             connection = socket.create_connection((address, port), 10.0)

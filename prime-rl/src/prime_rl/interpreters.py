@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,17 +18,21 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
-from prime_rl.utils.errors import NotPrivate, RunError, UserError
+from prime_rl.utils.errors import NotPrivate, RunError, UserError, one_line
 from prime_rl.utils.files import PARTIAL, locked_file, replacing_file
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.private import home_directory, private_directory
 from prime_rl.utils.terminal import cut_inside
+from prime_rl.utils.terminal import tell as tell_stderr
+from prime_rl.utils.waiting import telling
 
 # Environments that `medarc_train env install` has put on this machine, and which of them a process uses.
 #
@@ -204,6 +209,7 @@ HASHED = ("pyproject.toml", "uv.lock", ".python-version")
 KEPT_DAYS = 30
 """An interpreter that no run has used for so many days is removed when the next one is made."""
 _TOLD_CHARS = 600
+_MAX_SAID_BYTES = 1 << 20
 _DISTURBING = frozenset(
     {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "CONDA_PREFIX", "UV_PROJECT_ENVIRONMENT", "UV_RUN_RECURSION_DEPTH"}
 )
@@ -253,7 +259,7 @@ def venv_of_project(project: Path, tell: Tell | None = None) -> Path:
         else:
             uv.run("pip", "install", "--python", str(python_of(venv)), "--editable", str(project))
 
-    return _made(place_of_project(project), project, install, tell or get_logger().info)
+    return _made(place_of_project(project), project, install, tell or _in_log)
 
 
 def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> Path:
@@ -269,38 +275,60 @@ def venv_of_packages(requirements: Sequence[str], tell: Tell | None = None) -> P
     name = re.split(r"[^\w.-]", requirements[0])[0] or "packages"
     place = _place(name, {"requirements": "\n".join(requirements)})
     # Not in the current directory, whose project may have its own settings.
-    return _made(place, place.parent, install, tell or get_logger().info)
+    return _made(place, place.parent, install, tell or _in_log)
 
 
 class Uv:
     """The program `uv`, run for the project in a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises RunError if uv is not installed."""
+    def __init__(self, directory: Path, tell: Tell) -> None:
+        """Raises RunError if uv is not installed. `tell` gets a line now and then while uv works."""
         found = shutil.which("uv")
         if found is None:
             raise RunError("creating an interpreter needs uv, which is not installed: see https://docs.astral.sh/uv")
         self._program = found
         self._directory = directory
+        self._tell = tell
 
     def run(self, *arguments: str, venv: Path | None = None) -> None:
         """Raises RunError with what uv said, if it fails."""
         env = {name: value for name, value in os.environ.items() if name not in _DISTURBING}
         if venv is not None:
             env["UV_PROJECT_ENVIRONMENT"] = str(venv)
-        done = subprocess.run(
-            [self._program, "--no-progress", "--color=never", *arguments],
-            cwd=self._directory,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode != 0:
-            verb = " ".join(arguments[: 2 if arguments[0] == "pip" else 1])
-            raise RunError(f"`uv {verb}` fails: {_one_line(done.stderr)}")
+        verb = " ".join(arguments[: 2 if arguments[0] == "pip" else 1])
+        # A file, because uv is not to wait for a reader, and a line on how far it is needs what it has said so far.
+        with tempfile.TemporaryFile() as said:
+            with telling(f"`uv {verb}`", self._tell, lambda: _last_line(_said(said))):
+                done = subprocess.run(
+                    [self._program, "--no-progress", "--color=never", *arguments],
+                    cwd=self._directory,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    check=False,
+                )
+            if done.returncode != 0:
+                raise RunError(f"`uv {verb}` fails: {_one_line(_said(said))}")
+
+
+def _said(file: IO[bytes]) -> str:
+    # Not `read`, which would move the place where uv goes on writing.
+    return os.pread(file.fileno(), _MAX_SAID_BYTES, 0).decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    lines = text.split("\n")
+    return next((one_line(line, 200) for line in reversed(lines) if line.strip()), "")
+
+
+def _in_log(line: str) -> None:
+    """To the log, if this program shows what is going on, or else to stderr: a check logs warnings alone."""
+    log = get_logger()
+    if log.isEnabledFor(logging.INFO):
+        log.info(line)
+    else:
+        tell_stderr(line)
 
 
 def _digest(file: Path) -> str:
@@ -320,7 +348,7 @@ def _made(place: Path, directory: Path, install: Callable[[Path, Uv], None], tel
     use(place)
     if python_of(place).exists():
         return place
-    uv = Uv(directory)
+    uv = Uv(directory, tell)
     try:
         place.parent.parent.mkdir(parents=True, exist_ok=True)
         private_directory(place.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.scratch import LAUNCH_VARIABLE
-from prime_rl.utils.waiting import REMIND_EVERY_S, Wait, advice_on
+from prime_rl.utils.waiting import REMIND_EVERY_S, Wait, advice_on, telling
 
 
 @pytest.fixture
@@ -54,3 +55,30 @@ def test_only_a_program_that_was_started_by_hand_is_told_to_start_another() -> N
         "start it with `trainer --output-dir out`, or see in its log why it does not continue: out/logs",
         "see in its log why it does not continue: out/logs",
     ]
+
+
+def test_a_wait_without_a_limit_names_none_and_tells_whom_it_is_given() -> None:
+    told: list[str] = []
+    wait = Wait("Ray to free 1 node", "1 of 8 GPUs are free", float("inf"), "", tell=told.append)
+    assert not wait.is_over()
+    (line,) = told
+    assert line.startswith("Waiting for Ray to free 1 node since ")
+    assert line.endswith(": 1 of 8 GPUs are free")
+    assert "limit" not in line
+
+
+def test_long_work_tells_for_how_long_and_how_far_it_is() -> None:
+    told: list[str] = []
+    lines = threading.Semaphore(0)
+
+    def tell(line: str) -> None:
+        told.append(line)
+        lines.release()
+
+    with telling("`uv sync`", tell, lambda: "Resolved 120 packages", every_s=0.01):
+        assert lines.acquire(timeout=60)
+    count = len(told)
+    assert told[0] == "`uv sync`: 0 s so far; Resolved 120 packages"
+    with telling("`uv venv`", tell, every_s=3600):
+        pass
+    assert len(told) == count

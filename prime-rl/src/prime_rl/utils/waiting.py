@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from prime_rl.utils.logger import get_logger
 from prime_rl.utils.scratch import LAUNCH_VARIABLE
 
 REMIND_EVERY_S = 60.0
+TELL_EVERY_S = 20.0
 
 
 def advice_on(program: str, output_dir: Path, logs: Path, environ: Mapping[str, str] = os.environ) -> str:
@@ -35,6 +39,8 @@ class Wait:
     quiet_s: float = 0.0
     """Seconds before the first log line. Then there is one each minute."""
     now_s: Callable[[], float] = time.monotonic
+    tell: Callable[[str], None] | None = None
+    """What gets the lines: by default the log, which only the engine's programs show."""
     _started_s: float = field(init=False)
     _since: str = field(init=False)
     _next_line_s: float = field(init=False)
@@ -55,14 +61,38 @@ class Wait:
             return True
         if now_s >= self._next_line_s:
             self._next_line_s = now_s + REMIND_EVERY_S
-            get_logger().info(f"Waiting for {self.what} since {self._since} ({self._limit}): {self.advice}")
+            (self.tell or get_logger().info)(f"Waiting for {self.what} since {self._since}{self._limit}: {self.advice}")
         return False
 
     @property
     def fault(self) -> str:
         """Why the wait has ended, in one line."""
-        return f"waited for {self.what} since {self._since} and gave up ({self._limit}): {self.advice}"
+        return f"waited for {self.what} since {self._since} and gave up{self._limit}: {self.advice}"
 
     @property
     def _limit(self) -> str:
-        return f"limit: {self.limit_key} = {self.limit_s:g} s"
+        return "" if math.isinf(self.limit_s) else f" (limit: {self.limit_key} = {self.limit_s:g} s)"
+
+
+@contextmanager
+def telling(
+    what: str,
+    tell: Callable[[str], None],
+    how_far: Callable[[], str] = lambda: "",
+    every_s: float = TELL_EVERY_S,
+) -> Iterator[None]:
+    """Tell every so often that the block goes on, for how long, and how far it is. A short block tells nothing."""
+    started_s, is_done = time.monotonic(), threading.Event()
+
+    def go_on() -> None:
+        while not is_done.wait(every_s):
+            far = how_far()
+            tell(f"{what}: {time.monotonic() - started_s:.0f} s so far{f'; {far}' if far else ''}")
+
+    thread = threading.Thread(target=go_on, name="telling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
