@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 from openai.types.chat import ChatCompletionMessage
 
-from prime_rl.orchestrator.workers.inside.loopback import http_client
-from prime_rl.orchestrator.workers.inside.model_client import quick
+from prime_rl.orchestrator.workers.inside.model_client import http_client, quick
 
 PATH = "/v1/chat/completions"
 

@@ -19,14 +19,20 @@ from prime_rl.run.checkpoints import changes_since, configs_to_save
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
-from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state, summary_of
+from prime_rl.trainer.checkpoints.state import (
+    TrainedModel,
+    TrainState,
+    check_changes,
+    restored_state,
+    summary_of,
+)
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.perf import Performance, known_peak, published_peak
+from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
 from prime_rl.trainer.process.errors import DivergedError, ResumeRefused, TrainerError
 from prime_rl.trainer.process.host_memory import return_freed_memory
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
@@ -37,16 +43,12 @@ from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupB
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
-from prime_rl.trainer.rl.metrics import MetricValues, Stopwatch
-from prime_rl.trainer.rl.report import Reporter, StepReport
+from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.waiting import Wait, advice_on
-
-# The loop.
-
 
 POLL_S = 0.02
 """Interval in seconds between polls for a batch. A small model's step takes a few tenths of a second."""
@@ -84,7 +86,8 @@ class Components:
     parity: ParityGate
     broadcast: Broadcast
     checkpoints: CheckpointManager | None
-    reporter: Reporter
+    telemetry: Telemetry
+    performance: Performance
     published_dtype: torch.dtype
     """Dtype of the weights for the inference servers."""
     export_dtype: torch.dtype
@@ -124,11 +127,11 @@ class RLTrainer:
             self._publish()  # the orchestrator waits for a version that is not the engines' own
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
             rows = self._receive()
-            report = self._train_step(rows)
+            tokens, metrics = self._train_step(rows)
             self._publish()
             self._save_if_due()
             return_freed_memory(self.progress.step)
-            self.components.reporter.report(report, self.times.lap())
+            self._report(tokens, metrics | self.times.lap())
             self.beats.started()
         self._finish()
 
@@ -177,7 +180,8 @@ class RLTrainer:
             return _BatchStatus.READY
         return _BatchStatus.LATE if wait.is_over() else _BatchStatus.WAIT
 
-    def _train_step(self, rows: list[Row]) -> StepReport:
+    def _train_step(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
+        """Update the weights with a batch. Returns its number of tokens and, on rank 0, the metrics. Collective."""
         step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
         self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
         self.components.parity.check(rows, self.components.forward_backward, version=step)
@@ -195,7 +199,13 @@ class RLTrainer:
         self.progress.advance(size.tokens, size.sequences)
         axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
         recorded = {} if stats is None else stats.export(axis.collective_group)
-        return StepReport(step, size, values.gather(axis), sum(grad_norms) / len(grad_norms), lr, recorded)
+        return size.tokens, {
+            **training_metrics(values.gather(axis)),
+            "optim/lr": lr,
+            # Before clipping, averaged over the step's optimizer updates.
+            "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+            **{f"stats/{name}": value for name, value in recorded.items()},
+        }
 
     def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
         """Split rows by optimizer update, in order."""
@@ -215,6 +225,28 @@ class RLTrainer:
         state.policy.optimizer.step()
         state.policy.optimizer.zero_grad()
         return grad_norm
+
+    def _report(self, tokens: int, metrics: dict[str, float]) -> None:
+        """Log a line for people, and the metrics for monitors, of the step that has ended. Only rank 0 does."""
+        step = self.progress.step - 1
+        self.components.telemetry.profile.step(step)
+        if not self.process.is_main:
+            return
+        metrics |= self.components.performance.step(tokens)
+        metrics |= {"progress/tokens": self.progress.tokens, "progress/samples": self.progress.samples}
+        self.components.telemetry.monitor.log(metrics, step)
+        fields = [
+            f"Step {step}",
+            f"Time: {metrics['time/step']:.2f}s",
+            f"Loss: {metrics.get('loss/mean', NAN):.4f}",
+            f"Entropy: {metrics.get('entropy/mean', NAN):.4f}",
+            f"Mismatch KL: {metrics.get('mismatch_kl/mean', NAN):.4f}",
+            f"Grad. Norm: {metrics['optim/grad_norm']:.4f}",
+            f"LR: {metrics['optim/lr']:.2e}",
+            *speed_fields(metrics),
+            f"Peak Mem.: {metrics['perf/peak_memory']:.1f} GiB",
+        ]
+        get_logger().log(SUCCESS, " | ".join(fields))
 
     def _publish(self) -> None:
         self.beats.say(f"publishing version {self.progress.step}")
@@ -352,7 +384,8 @@ def setup_components(
         parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,
         checkpoints=checkpoints,
-        reporter=Reporter(telemetry, state.progress, setup_performance(config, model, process)),
+        telemetry=telemetry,
+        performance=setup_performance(config, model, process),
         published_dtype=compute_dtype(config.model, process.device),
         export_dtype=export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device),
     )

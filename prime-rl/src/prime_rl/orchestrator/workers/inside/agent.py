@@ -18,8 +18,7 @@ from prime_rl.environments.agents.context import Attempt, enter
 from prime_rl.environments.agents.returns import BadTensors, InvalidReward, checked_reward, read_sequences
 from prime_rl.environments.agents.targets import CLIENTS, BadTarget, Target, accepted, load_target, needs_client
 from prime_rl.orchestrator.workers.inside.judge_arguments import NoJudge, offered_arguments
-from prime_rl.orchestrator.workers.inside.loopback import http_client
-from prime_rl.orchestrator.workers.inside.model_client import quick
+from prime_rl.orchestrator.workers.inside.model_client import http_client, quick
 from prime_rl.orchestrator.workers.inside.serving import Ending, Unusable
 from prime_rl.utils.errors import one_line
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .loopback import http_client
+from .model_client import http_client
 
 JUDGES_VARIABLE = "ENVIRONMENT_JUDGES"
 JUDGE_KEY_VARIABLE = "ENVIRONMENT_JUDGE_KEY"
