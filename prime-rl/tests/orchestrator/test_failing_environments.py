@@ -16,6 +16,7 @@ import zmq.asyncio
 from prime_rl.configs.rollouts.environments import EnvConfig
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.workers.failures import MIN_GROUPS, WINDOW, Failures, GroupTimeout, in_time
+from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.loading import load_environment
 from prime_rl.orchestrator.workers.port import listening, serve_port
 from prime_rl.orchestrator.workers.remote import Service
@@ -285,7 +286,7 @@ def test_an_evaluation_whose_reward_functions_fail_ends_the_run(orchestrate, fol
 async def answer_of(service: Service, address: str, *requests: dict[str, Any]) -> dict[str, Any]:
     """Sends requests, and waits for an answer."""
     async with listening(address) as socket:
-        serving = asyncio.create_task(serve_port(service, socket))
+        serving = asyncio.create_task(serve_port(service, socket, LoopWatch({})))
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as client:
             client.connect(address)
             answers: dict[int, dict[str, Any]] = {}

@@ -20,6 +20,7 @@ from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.orchestrator.workers.port import PortClient, listening, serve_port
 from prime_rl.orchestrator.workers.remote import RemoteWorker, Service, packed, unpacked
@@ -126,7 +127,7 @@ async def test_a_trace_comes_whole_out_of_an_environment_server(policy_server, u
     environment = load()
     environment.worker = RemoteWorker("letters-env", environment.worker.served, PortClient("letters-env", address))
     async with listening(address) as socket:
-        serving = asyncio.create_task(serve_port(service, socket))
+        serving = asyncio.create_task(serve_port(service, socket, LoopWatch({})))
         await environment.connect()
         rollout = await converse(environment, policy_server, use_tokens=True)
         await environment.close()

@@ -336,7 +336,8 @@ class OrchestratorConfig(RootConfig):
     """Training environments."""
 
     env_servers: bool = False
-    """Run each environment without an `address` in its own process. Useful for environments with slow scoring."""
+    """Run each environment without an `address` in its own process. Code that does not await then blocks only its own
+    environment; `env[].num_workers` starts several processes for it."""
 
     judge: Judges = Field({})
     """Judges, by name: `[judge.NAME]`. Environments name theirs in `env[].judge`."""

@@ -40,9 +40,12 @@ from prime_rl.orchestrator.servers.elastic import inference_pool
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.stopping import Ending, StopSignals
+from prime_rl.orchestrator.workers.blocked import BlockedLoops
 from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.loading import load_environments, modules_here
+from prime_rl.orchestrator.workers.remote import run_in_processes
 from prime_rl.run.directory import free_name
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
@@ -487,20 +490,26 @@ async def evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> N
 
 
 async def _evaluate(evaluation: Evaluation, candidates: Sequence[Candidate]) -> None:
-    for each in evaluation.sets:
-        await each.environment.connect()
+    blocked = BlockedLoops()
+    environments = [each.environment for each in evaluation.sets]
+    for environment in environments:
+        await environment.connect(blocked)
+    watch = LoopWatch(modules_here(evaluation.config.environments, environments), blocked.add)
     paths, is_ours = RunPaths(evaluation.config.output_dir), evaluation.config.inference is not None
     await evaluation.pool.wait_served(paths.log("inference") if is_ours else None)
     evaluation.judges.say_wait()
     await evaluation.judges.warm()
-    await _unless_lost(evaluation.judges, evaluation.run(candidates))
-    for each in evaluation.sets:
-        each.environment.failures.conclude()
+    try:
+        await _unless_lost(evaluation.judges, evaluation.run(candidates), watch)
+    finally:
+        blocked.conclude()
+    for environment in environments:
+        environment.failures.conclude()
 
 
-async def _unless_lost(judges: RunJudges, work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. Raises JudgeFault as soon as a judge is lost."""
-    tasks = [asyncio.create_task(each) for each in (work, judges.watch())]
+async def _unless_lost(judges: RunJudges, work: Coroutine[Any, Any, None], watch: LoopWatch) -> None:
+    """Await `work`, while `watch` measures. Raises JudgeFault as soon as a judge is lost."""
+    tasks = [asyncio.create_task(each) for each in (work, judges.watch(), watch.measure())]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -539,6 +548,7 @@ def run_evaluation(config: OfflineEvalConfig, candidates: Sequence[Candidate], e
     """
     with run_judges(config.judge, RunPaths(config.output_dir)) as judges:
         environments = load_environments(config.environments, config.log, "env", "eval")
+        run_in_processes("eval", config.environments, environments.values(), config.log, config.output_dir)
         for name, environment in environments.items():
             # What the candidates were trained on is not known here.
             not_compared = Overlap(len(environment), falls_back=environment.falls_back, is_compared=False)

@@ -145,6 +145,8 @@ ORCHESTRATOR = (
     Metric("time/wait_for_ckpt", "s", "waiting for the version that the batch requires"),
     Metric("time/update_weights", "s", "servers loading new weights"),
     Metric("event_loop_lag/{min,mean,med,p90,max}", "s", "how late the orchestrator's event loop runs; a slow reward function that does not await raises it"),
+    Metric("event_loop_lag/<environment>/max", "s", "the same for the event loops of an environment's own processes"),
+    Metric("event_loop_blocked/<environment>", "s", "time since the last step in which its code blocked an event loop for over a second; `unknown` if several run in one"),
     *_JUDGES,
 )
 

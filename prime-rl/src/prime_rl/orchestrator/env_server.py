@@ -44,7 +44,7 @@ def main() -> None:
     log = OrchestratorPaths(config.output_dir).env_log("train", config.env.name or config.env.id)
     setup_logger(config.log.level, log if config.log.file else None, config.log.json_logging)
     try:
-        asyncio.run(serve_address(load(config), config.env.address or DEFAULT_ADDRESS))
+        asyncio.run(serve_address(load(config), config.env.address or DEFAULT_ADDRESS, config.env.id))
     except EnvironmentFault as fault:
         get_logger().error(str(fault))
         sys.exit(1)
@@ -79,19 +79,20 @@ def load_for_parent(start: dict[str, Any]) -> Service:
     return service
 
 
-async def serve_address(service: Service, address: str) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def serve_address(service: Service, address: str, module: str) -> None:
+    """Serve until SIGTERM or SIGINT. `module` is that of the environment.
 
     Raises:
         EnvironmentFault: the address is in use, or needs a key that is not set.
     """
+    from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
     from prime_rl.orchestrator.workers.port import listening, serve_port
 
     try:
         async with listening(address) as socket:
             get_logger().info(f"Serving at {address}")
             own_beats().say("running rollouts")
-            serving = asyncio.create_task(serve_port(service, socket))
+            serving = asyncio.create_task(serve_port(service, socket, LoopWatch({"": module})))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
             await asyncio.wait([serving])

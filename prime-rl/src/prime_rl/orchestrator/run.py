@@ -29,7 +29,7 @@ from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed,
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
 from prime_rl.orchestrator.leaks import overlap, tell
-from prime_rl.orchestrator.reports.reporter import Reporter, sample_interval, setup_monitor
+from prime_rl.orchestrator.reports.reporter import Reporter, delay_metrics, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import AnswerLimits, RewardWatch
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.reports.sessions import traced_ledger
@@ -42,10 +42,12 @@ from prime_rl.orchestrator.servers.policy import AsyncLimits, DirectWeights, Pol
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.steps import EmptyBatches, Sleep, Steps
 from prime_rl.orchestrator.stopping import Ending, StopSignals
+from prime_rl.orchestrator.workers.blocked import BlockedLoops
 from prime_rl.orchestrator.workers.environment import Environment
 from prime_rl.orchestrator.workers.failures import failure_metrics
+from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.judges import RunJudges, run_judges
-from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.orchestrator.workers.loading import load_environments, modules_here
 from prime_rl.orchestrator.workers.remote import run_in_processes
 from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.ledger import Ledger, read_ledger
@@ -132,8 +134,7 @@ async def _run(
         lora = config.model.lora
         pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
         closing.push_async_callback(pool.close)
-        if config.env_servers:
-            environments.leave_this_process(config)
+        environments.leave_this_process(config)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
         ready = _ready(pool, config.use_token_client, run, judges)
         # W&B takes seconds to start, so start it while waiting for the servers.
@@ -141,7 +142,10 @@ async def _run(
         (monitor, extras), held_version, _ = await asyncio.gather(made, ready, judges.warm())
         closing.push(lambda kind, error, trace: monitor.close(int(kind is not None)))
         closing.push_async_callback(environments.close)
-        await environments.connect()
+        blocked = BlockedLoops()
+        closing.callback(blocked.conclude)
+        await environments.connect(blocked)
+        watch = LoopWatch(environments.modules_here(config), blocked.add)
         direct = None
         if config.weight_broadcast.type == "nccl":
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
@@ -175,9 +179,10 @@ async def _run(
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
             free_servers=pool.free_memory if config.servers_sleep else None,
+            loop_metrics=lambda: {**delay_metrics(watch.take_delays()), **blocked.take_metrics()},
             pool_metrics=lambda: {**pool.take_metrics(), **judges.take_metrics(), **environments.failure_metrics()},
         )
-        background = [policy.follow(), *pool.watchers(), judges.watch(), steps.loop_delay.measure()]
+        background = [policy.follow(), *pool.watchers(), judges.watch(), watch.measure()]
         await _run_steps(steps, progress, background)
         # A teacher's log-probabilities teach without advantages.
         if reward_watch is not None and config.teacher_model is None and not config.bench:
@@ -308,15 +313,21 @@ class Environments:
         return cls(train, evals)
 
     def leave_this_process(self, config: OrchestratorConfig) -> None:
-        """Let each environment without an address run in a process of its own, which `connect` starts."""
-        run_in_processes("train", config.env, self.train.values(), config.log, config.output_dir)
+        """With `env_servers` or `num_workers`, let environments run in processes, which `connect` starts."""
+        run_in_processes("train", config.env, self.train.values(), config.log, config.output_dir, config.env_servers)
         if config.eval is not None:
-            run_in_processes("eval", config.eval.env, self.eval.values(), config.log, config.output_dir)
+            evals = config.eval.env, self.eval.values()
+            run_in_processes("eval", *evals, config.log, config.output_dir, config.env_servers)
 
-    async def connect(self) -> None:
+    def modules_here(self, config: OrchestratorConfig) -> dict[str, str]:
+        """Module of each environment that runs in this process, by name."""
+        configs = [*config.env, *(config.eval.env if config.eval else ())]
+        return modules_here(configs, [*self.train.values(), *self.eval.values()])
+
+    async def connect(self, blocked: BlockedLoops) -> None:
         """Start all environment processes, and wait for those at addresses. Raises EnvironmentFault."""
         own_beats().say("connecting to the environment servers")
-        await asyncio.gather(*(environment.connect() for environment in self))
+        await asyncio.gather(*(environment.connect(blocked) for environment in self))
 
     def weights(self) -> dict[str, Mapping[str, float]]:
         """Weight of each reward function, by environment."""

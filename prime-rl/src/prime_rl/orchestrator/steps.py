@@ -18,7 +18,7 @@ from prime_rl.orchestrator.batches.teacher import Teacher
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.evaluator import Evaluator, Validator
-from prime_rl.orchestrator.reports.reporter import LoopDelay, Reporter, StepStatus, StepTimes, count_tokens
+from prime_rl.orchestrator.reports.reporter import Reporter, StepStatus, StepTimes, count_tokens
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
@@ -79,7 +79,8 @@ class Steps:
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
     """Validation metrics of the current step."""
-    loop_delay: LoopDelay = field(default_factory=LoopDelay)
+    loop_metrics: Callable[[], dict[str, float]] = dict
+    """How late event loops are, and for how long environments block them."""
     empty: EmptyBatches = field(default_factory=EmptyBatches)
     pool_metrics: Callable[[], dict[str, float]] = dict
     free_servers: Callable[[], Awaitable[None]] | None = None
@@ -168,7 +169,7 @@ class Steps:
             cancelled_groups=self.scheduler.take_cancelled(),
             temperature=self.temperature(step),
         )
-        extra = {**self.scheduler.buffer.take_metrics(), **self.loop_delay.take_metrics(), **self.validation}
+        extra = {**self.scheduler.buffer.take_metrics(), **self.loop_metrics(), **self.validation}
         extra |= self.pool_metrics()
         self.validation = {}
         self.reporter.record(batch, progress, status, self.times, extra)

@@ -121,6 +121,16 @@ class EnvConfig(BaseConfig):
     as after any error. A loop without `await` cannot be ended this way: it blocks its whole process. None sets
     no limit."""
 
+    num_workers: Count | None = None
+    """Number of processes that run the environment, each a share of the groups. Use it for code that computes, or waits
+    without `await`: such code blocks only the groups of its process. Each process loads the environment. None runs it
+    in the orchestrator's process, or with `env_servers`, `python`, `project` or `workflow` in one of its own."""
+
+    threads: Count | None = None
+    """Number of threads that run reward functions and tools that are a plain `def`. Use it for functions that wait (for
+    a server, for example) and share nothing that only one thread at a time may use. None runs them in the event loop,
+    one at a time."""
+
     @property
     def is_agent(self) -> bool:
         """Whether attempts are made by an agent or a workflow."""
@@ -158,12 +168,14 @@ class EnvConfig(BaseConfig):
             raise ValueError(f"workflow = {target!r}: write module:object, as in my_agents.search:agent")
         if self.agent_dataset is None:
             raise ValueError('workflow needs rows: set agent_dataset, for example agent_dataset = "tasks.jsonl"')
+        if self.threads is not None:
+            raise ValueError("threads cannot be set together with workflow: plain functions run in threads as it is")
         for name in ("address", "taskset", "agent"):
             if getattr(self, name):
                 raise ValueError(f"{name} cannot be set together with workflow: it is for verifiers environments")
         if self.agent_port is not None and target != EXTERNAL:
             raise ValueError('agent_port needs workflow = "external"')
-        for name in ("args", "python", "project", "judge"):
+        for name in ("args", "python", "project", "judge", "num_workers"):
             if target == EXTERNAL and getattr(self, name):
                 raise ValueError(
                     f'{name} cannot be set together with workflow = "external": the run does not start that program'
@@ -181,9 +193,12 @@ class EnvConfig(BaseConfig):
                 "taskset and agent need verifiers v1, which the run's own interpreter does not have: set project or "
                 "python"
             )
-        for name, value in (("python", self.python), ("project", self.project)):
+        places = (("python", self.python), ("project", self.project), ("num_workers", self.num_workers))
+        for name, value in places:
             if value is not None and self.address is not None:
                 raise ValueError(f"{name} and address exclude each other: at an address, a server runs already")
+        if self.threads is not None and (self.taskset or self.agent):
+            raise ValueError("threads cannot be set together with taskset or agent: use num_workers")
         if self.judge is not None and self.address is not None:
             raise ValueError("judge and address exclude each other: the server at an address asks its own judge")
         return self

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +23,6 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.logger import SUCCESS, get_logger
 
-DELAY_INTERVAL_S = 0.25
 SAMPLE_INTERVAL = 10
 COLUMNS = ("step", "task", "example_id", "messages", "input_ids", "reward")
 MAX_SAMPLES = 8
@@ -326,33 +323,18 @@ def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     return metrics
 
 
-class LoopDelay:
-    """Measures how late the event loop is. Slow synchronous reward functions block it, and the servers then idle.
-
-    Sleeps repeatedly and records how much longer than asked each sleep takes."""
-
-    def __init__(self) -> None:
-        self._delays_s: list[float] = []
-
-    async def measure(self) -> None:
-        """Measure until cancelled."""
-        while True:
-            started = time.perf_counter()
-            await asyncio.sleep(DELAY_INTERVAL_S)
-            self._delays_s.append(time.perf_counter() - started - DELAY_INTERVAL_S)
-
-    def take_metrics(self) -> dict[str, float]:
-        """`event_loop_lag/*` since the last call, in seconds; empty if there was no measurement."""
-        delays_s, self._delays_s = sorted(self._delays_s), []
-        if not delays_s:
-            return {}
-        return {
-            "event_loop_lag/min": delays_s[0],
-            "event_loop_lag/mean": statistics.fmean(delays_s),
-            "event_loop_lag/med": statistics.median(delays_s),
-            "event_loop_lag/p90": delays_s[int(0.9 * (len(delays_s) - 1))],
-            "event_loop_lag/max": delays_s[-1],
-        }
+def delay_metrics(delays_s: Sequence[float]) -> dict[str, float]:
+    """`event_loop_lag/*` of the orchestrator's event loop, in seconds; empty if there was no measurement."""
+    delays_s = sorted(delays_s)
+    if not delays_s:
+        return {}
+    return {
+        "event_loop_lag/min": delays_s[0],
+        "event_loop_lag/mean": statistics.fmean(delays_s),
+        "event_loop_lag/med": statistics.median(delays_s),
+        "event_loop_lag/p90": delays_s[int(0.9 * (len(delays_s) - 1))],
+        "event_loop_lag/max": delays_s[-1],
+    }
 
 
 def log_line(step: int, metrics: dict[str, float]) -> str:

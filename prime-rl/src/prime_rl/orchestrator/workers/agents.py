@@ -23,16 +23,19 @@ from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
+from prime_rl.orchestrator.workers.blocked import Report
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.process import (
     BLOCKED_S,
     INSIDE,
+    ProcessPool,
     RestartingProcess,
     WorkerEnded,
     WorkerError,
     WorkerProcess,
     WorkerSpec,
+    pool_of,
 )
 from prime_rl.utils.engine_keys import published_key
 from prime_rl.utils.logger import count_of, get_logger
@@ -53,7 +56,7 @@ class AgentWorker:
         name: str,
         keys: AgentKeys,
         rows: Mapping[Split, Sequence[dict[str, Any]]],
-        process: RestartingProcess | None,
+        process: RestartingProcess | ProcessPool | None,
         proxy: RecordingProxy,
     ) -> None:
         """Without a process, attempts are offered to agents that start sessions over HTTP."""
@@ -94,6 +97,10 @@ class AgentWorker:
                 where = f"at {self.proxy.base_url} with the key in {file}"
                 get_logger().info(f"Agents of environment {self.name!r} start sessions {where}")
 
+    def report_to(self, report: Report) -> None:
+        if self.process is not None:
+            self.process.report = report
+
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
         """An attempt that fails is made again up to `max_retries` times.
 
@@ -104,15 +111,16 @@ class AgentWorker:
         """
         await self.open()
         count = group.size * (group.max_retries + 1)
-        with self.proxy.sessions.opened(count, group.server, group.sampling_args) as sessions:
-            attempts = (self._one(group, sessions[at :: group.size]) for at in range(group.size))
+        chosen = contextlib.nullcontext() if self.process is None else self.process.chosen()
+        with self.proxy.sessions.opened(count, group.server, group.sampling_args) as sessions, chosen as process:
+            attempts = (self._one(group, process, sessions[at :: group.size]) for at in range(group.size))
             try:
                 async with in_time(group.timeout_s, group.example.env, group.example.row):
                     rollouts = await _all_of(attempts)
             except GroupTimeout:
-                if self.process is not None:
+                if process is not None:
                     # A process that does not answer is blocked by the agent's code, and is replaced.
-                    await self.process.ask("ping", self.process.blocked_s)
+                    await process.ask("ping", process.blocked_s)
                 raise
         if all(rollout.is_rejected for rollout in rollouts):
             failed = next((each for each in rollouts if each.error != REJECTED), rollouts[-1])
@@ -121,10 +129,12 @@ class AgentWorker:
             raise GroupFailed(f"no attempt of the group has a reward: {why}", failed.error or REJECTED, "", is_fault)
         return rollouts
 
-    async def _one(self, group: GroupRequest, sessions: Sequence[Session]) -> Rollout:
+    async def _one(
+        self, group: GroupRequest, process: RestartingProcess | None, sessions: Sequence[Session]
+    ) -> Rollout:
         for session in sessions:
             started_s = time.perf_counter()
-            outcome = await self._outcome(group, session)
+            outcome = await self._outcome(group, process, session)
             rollout = rollout_of(session, outcome, self._keys, group)
             rollout.generation_ms = 1e3 * (time.perf_counter() - started_s)
             if rollout.error is None:
@@ -133,15 +143,17 @@ class AgentWorker:
             get_logger().debug(f"{where}: {rollout.error}: {rollout.error_detail}")
         return rollout
 
-    async def _outcome(self, group: GroupRequest, session: Session) -> dict[str, Any]:
+    async def _outcome(
+        self, group: GroupRequest, process: RestartingProcess | None, session: Session
+    ) -> dict[str, Any]:
         """What the agent returned (`Attempts.make`), with its rewards set in the session."""
         try:
-            if self.process is None:
+            if process is None:
                 async with asyncio.timeout(self._keys.timeout_s):
                     await self.proxy.offers.run(session, group.row)
                 outcome: dict[str, Any] = {} if session.is_rewarded else {"is_rejected": True}
             else:
-                outcome = await self.process.ask(
+                outcome = await process.ask(
                     "attempt",
                     self._keys.timeout_s + BLOCKED_S,
                     row=group.row,
@@ -197,10 +209,10 @@ def start_agent(config: EnvConfig, place: str, python: Path | None) -> AgentWork
         rows["eval"] = rows["train"] if keys.eval_dataset is None else read_dataset(keys.eval_dataset)
     except (BadRows, BadTarget) as error:
         raise EnvironmentFault(f"{place}.agent_dataset: {error}") from error
-    process = None
+    process: RestartingProcess | ProcessPool | None = None
     if keys.target != EXTERNAL:
         spec = agent_spec(place, keys.target, config.args, python, config.judge)
-        process = RestartingProcess(spec, WorkerProcess.start(spec))
+        process = pool_of([spec] * (config.num_workers or 1), WorkerProcess.start(spec))
     return AgentWorker(config.name or config.id, keys, rows, process, RecordingProxy(keys.port or 0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, overload
 
 from prime_rl.monitors.trace import own_trace
@@ -13,6 +14,7 @@ from prime_rl.orchestrator.reports.sessions import record_rollouts
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Recorded, Rollout, check_trainable, read_rollout
 from prime_rl.orchestrator.scheduling.buffer import fingerprint
 from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.orchestrator.workers.blocked import BlockedLoops, Report
 from prime_rl.orchestrator.workers.failures import Failures, refuse_failed
 from prime_rl.utils.conversations import NO_IMAGES, first_row_with_image, has_image
 
@@ -105,6 +107,9 @@ class Worker(Protocol):
 
     async def open(self) -> None:
         """Get ready for groups. Raises EnvironmentFault."""
+
+    def report_to(self, report: Report) -> None:
+        """Give `report` what the environment's process says of its event loop, if it has one of its own."""
 
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
         """Raises GroupFailed, EnvironmentFault, or whatever the environment's code raises."""
@@ -209,8 +214,10 @@ class Environment:
         """What running groups wait for, other than the model and the environment's own code; empty if nothing."""
         return self.worker.waits_for()
 
-    async def connect(self) -> None:
-        """Get ready for groups. Raises EnvironmentFault."""
+    async def connect(self, blocked: BlockedLoops | None = None) -> None:
+        """Get ready for groups. `blocked` counts what blocks its process. Raises EnvironmentFault."""
+        if blocked is not None:
+            self.worker.report_to(partial(blocked.add_report, self.name))
         await self.worker.open()
 
     async def run_group(

@@ -20,6 +20,7 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply
 from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.servers.channel import OverlongPrompt
+from prime_rl.orchestrator.workers.blocked import Report
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split
 from prime_rl.orchestrator.workers.failures import in_time
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served
@@ -90,6 +91,9 @@ class VerifiersWorker:
 
     async def open(self) -> None:
         """Nothing: the proxy needs no socket."""
+
+    def report_to(self, report: Report) -> None:
+        """Nothing: the event loop is that of the orchestrator."""
 
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
         """verifiers retries up to `max_retries` times after a server or sandbox error."""

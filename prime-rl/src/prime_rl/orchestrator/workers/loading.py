@@ -67,8 +67,9 @@ def _loaded(config: EnvConfig, place: str, split: Split) -> Environment:
         return _with_rows(load_environment(config, place), config, place, split)
     attributes = environment_arguments(config.extra_env_kwargs)
     tables = (config.taskset, config.agent)
-    spec = WorkerSpec(place, python, module_id(config.id), config.args, attributes, config.judge, *tables)
-    worker = ProcessWorker.start(name, spec)
+    module = module_id(config.id)
+    spec = WorkerSpec(place, python, module, config.args, attributes, config.judge, *tables, threads=config.threads)
+    worker = ProcessWorker.start(name, spec, config.num_workers or 1)
     try:
         environment = Environment(name, worker, split, config.max_failed_groups)
     except BaseException:
@@ -130,7 +131,7 @@ def load_environment(config: EnvConfig, place: str) -> Served:
     try:
         args = {**judge_arguments(module, config.judge), **config.args}
         attributes = environment_arguments(config.extra_env_kwargs)
-        return load({"module": module, "args": args, "attributes": attributes})
+        return load({"module": module, "args": args, "attributes": attributes, "threads": config.threads})
     except ValueError as error:  # verifiers turns every failed import into one
         raise EnvironmentFault(
             f"{place}: environment {config.id!r} does not import: {error.__cause__ or error}; "
@@ -144,6 +145,15 @@ def load_environment(config: EnvConfig, place: str) -> Served:
         raise EnvironmentFault(f"{place}: environment {config.id!r} does not load: {error}") from error
     except Exception as error:  # an environment's own code may raise anything
         raise EnvironmentFault(f"{place}: {_reason(error)}") from error
+
+
+def modules_here(configs: Sequence[EnvConfig], environments: Sequence[Environment]) -> dict[str, str]:
+    """Module of each environment that runs in this process, by name."""
+    return {
+        environment.name: module_id(config.id)
+        for config, environment in zip(configs, environments, strict=True)
+        if isinstance(environment.worker, VerifiersWorker)
+    }
 
 
 def setup_verifiers_logging(log: LogConfig) -> None:

@@ -7,8 +7,9 @@ is encrypted with the key that both ends share.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.orchestrator.workers.blocked import Report, ignore_report
+from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.inside.frames import BadFrame, decode, dump
 from prime_rl.orchestrator.workers.inside.serving import answer_to, cancelled_on_exit
 from prime_rl.orchestrator.workers.process import WorkerEnded, value_of
@@ -46,6 +49,12 @@ class PortClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self.report: Report = ignore_report
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[PortClient]:
+        """This one: there is no other."""
+        yield self
 
     async def open(self) -> None:
         """Connect to the server.
@@ -104,17 +113,29 @@ class PortClient:
                 self._is_connected.set()
                 continue
             self._is_connected.clear()
-            # Only the first counts against the environment.
-            for number, waiting in enumerate([each for each in self._waiting.values() if not each.done()]):
-                ended = WorkerEnded(f"{self._who} has ended", "EnvironmentEnded", is_of_environment=number == 0)
-                waiting.set_exception(ended)
+            self._fail(f"{self._who} has ended")
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            answer = decode(await socket.recv())
-            waiting = self._waiting.get(answer["id"])
+            try:
+                answer = decode(await socket.recv())
+                number = answer.get("id")
+                if not isinstance(number, int):
+                    raise BadFrame("a message that answers no request")
+                if "loop" in answer:  # an older server sends none
+                    self.report(answer["loop"])
+            except BadFrame as error:
+                # Which request it answers cannot be known.
+                self._fail(f"{self._who} sent {error}")
+                continue
+            waiting = self._waiting.get(number)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
+
+    def _fail(self, why: str) -> None:
+        """Fail all requests. Only the first counts against the environment."""
+        for number, waiting in enumerate([each for each in self._waiting.values() if not each.done()]):
+            waiting.set_exception(WorkerEnded(why, "EnvironmentEnded", is_of_environment=number == 0))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -137,18 +158,19 @@ async def listening(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
         context.destroy(linger=0)
 
 
-async def serve_port(served: Any, socket: zmq.asyncio.Socket) -> None:
+async def serve_port(served: Any, socket: zmq.asyncio.Socket, watch: LoopWatch) -> None:
     """Answer requests with the methods of `served`, until cancelled. Requests then running end with an error."""
     running: dict[tuple[bytes, int], asyncio.Task[None]] = {}
     pending: set[asyncio.Task[None]] = set()
 
     async def answer(client: bytes, request: dict[str, Any]) -> None:
-        await socket.send_multipart([client, await answer_to(served, request, dump)])
+        await socket.send_multipart([client, await answer_to(served, request, watch, dump)])
 
     def forget(key: tuple[bytes, int], task: asyncio.Task[None]) -> None:
         running.pop(key, None)
         pending.discard(task)
 
+    pending.add(asyncio.create_task(watch.measure()))
     async with cancelled_on_exit(pending):
         while True:
             client, *frames = await socket.recv_multipart()

@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from prime_rl.launch.logs import opened_for_attempt, tail
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout
+from prime_rl.orchestrator.workers.blocked import Report, ignore_report
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.inside.frames import PROTOCOL, BadFrame, encode, receive, receive_now
@@ -78,6 +79,8 @@ class WorkerSpec:
     """Environment variables that it gets besides those of this process."""
     is_ours: bool = False
     """Whether it is this interpreter with our packages, which gets all variables of this process."""
+    threads: int | None = None
+    """Threads for plain reward functions and tools. None runs them in the event loop."""
     log: Path | None = None
     """File of its output. None: the log of this process."""
     server_of: str = ""
@@ -109,8 +112,11 @@ class WorkerProcess:
         self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._cancelled: set[int] = set()
+        """Requests that may be answered, although nobody waits any more."""
         self._fault = ""
         """Why the process no longer answers."""
+        self.report: Report = ignore_report
 
     @classmethod
     def spawn(cls, spec: WorkerSpec) -> Self:
@@ -167,7 +173,7 @@ class WorkerProcess:
     def _greeting(self) -> dict[str, Any]:
         spec = self.spec
         tables = {name: dict(getattr(spec, name)) for name in ("args", "attributes", "taskset", "agent")}
-        settings = {"protocol": PROTOCOL, "module": spec.module, "judge": spec.judge, **tables}
+        settings = {"protocol": PROTOCOL, "module": spec.module, "judge": spec.judge, "threads": spec.threads, **tables}
         return {"id": GREETING, **settings}
 
     def _welcome(self, hello: Mapping[str, Any]) -> None:
@@ -211,6 +217,7 @@ class WorkerProcess:
         except asyncio.CancelledError:
             with contextlib.suppress(ConnectionError):
                 writer.write(encode({"do": "cancel", "of": number}))
+            self._cancelled.add(number)
             raise
         finally:
             del self._waiting[number]
@@ -235,10 +242,15 @@ class WorkerProcess:
         try:
             while (answer := await receive(reader)) is not None:
                 number = answer.get("id")
-                if not isinstance(number, int):
-                    raise BadFrame("a message that answers no request")
-                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+                waiting = self._waiting.get(number) if isinstance(number, int) else None
+                if "loop" in answer:
+                    self.report(answer["loop"])
+                if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
+                elif number in self._cancelled:
+                    self._cancelled.discard(number)
+                else:
+                    raise BadFrame("a message that answers no request")
         except BadFrame as error:
             why = str(error)
         await self._end(STOP_GRACE_S)
@@ -360,6 +372,12 @@ class RestartingProcess:
         self._greeting: asyncio.Task[None] | None = None
         """Ends once the environment is loaded in the process."""
         self._ends_in_a_row = 0
+        self.report: Report = ignore_report
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[RestartingProcess]:
+        """This one: there is no other."""
+        yield self
 
     async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any:
         """The answer to one request. `limit_s` is a time after which the process counts as blocked.
@@ -398,6 +416,7 @@ class RestartingProcess:
             self._process = WorkerProcess.spawn(self.spec)
             self._greeting = asyncio.create_task(self._process.greet())
         process = self._process
+        process.report = self.report
         if self._greeting is not None:
             try:
                 await asyncio.shield(self._greeting)
@@ -430,24 +449,74 @@ class RestartingProcess:
             self._process.kill()
 
 
+class ProcessPool:
+    """Several processes with the same environment. Each group is run by the one that has the fewest."""
+
+    def __init__(self, processes: Sequence[RestartingProcess]) -> None:
+        self._processes = list(processes)
+        self._running = [0] * len(self._processes)
+        self.blocked_s = BLOCKED_S
+
+    @property
+    def report(self) -> Report:
+        return self._processes[0].report
+
+    @report.setter
+    def report(self, report: Report) -> None:
+        for each in self._processes:
+            each.report = report
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[RestartingProcess]:
+        """The process that runs the fewest groups, which gets one more while the block runs."""
+        at = self._running.index(min(self._running))
+        self._running[at] += 1
+        try:
+            yield self._processes[at]
+        finally:
+            self._running[at] -= 1
+
+    async def open(self) -> None:
+        """Start all processes. Raises EnvironmentFault if the environment does not load in one."""
+        await asyncio.gather(*(each.open() for each in self._processes))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._processes))
+
+    def kill(self) -> None:
+        for each in self._processes:
+            each.kill()
+
+
+def pool_of(specs: Iterable[WorkerSpec], started: WorkerProcess | None = None) -> RestartingProcess | ProcessPool:
+    """A process for each spec. `started` is that of the first one, if it has loaded the environment already."""
+    first, *others = specs
+    if not others:
+        return RestartingProcess(first, started)
+    return ProcessPool([RestartingProcess(first, started), *(RestartingProcess(each) for each in others)])
+
+
 class ProcessWorker:
     """Runs a verifiers environment of any supported version in an interpreter of its own.
 
     It asks the model through a proxy of this process, which listens on the loopback interface.
     """
 
-    def __init__(self, name: str, process: WorkerProcess, proxy: RecordingProxy) -> None:
+    def __init__(self, name: str, process: WorkerProcess, proxy: RecordingProxy, num_processes: int = 1) -> None:
         self.name = name
-        self.process = RestartingProcess(process.spec, process)
+        self.process = pool_of([process.spec] * num_processes, process)
         self.proxy = proxy
         self._first = process
 
     @classmethod
-    def start(cls, name: str, spec: WorkerSpec) -> Self:
-        """Raises EnvironmentFault if the environment does not load in its interpreter."""
+    def start(cls, name: str, spec: WorkerSpec, num_processes: int = 1) -> Self:
+        """Start the first process; the others start with the first group, or by `open`.
+
+        Raises EnvironmentFault if the environment does not load in its interpreter.
+        """
         process = WorkerProcess.start(spec)
         get_logger().info(f"Environment {name!r} runs in {spec.python} ({process.versions})")
-        return cls(name, process, RecordingProxy())
+        return cls(name, process, RecordingProxy(), num_processes)
 
     def describe(self, split: Split) -> Described:
         """Ask the process, before the event loop runs. Raises EnvironmentFault if it cannot make its dataset."""
@@ -470,6 +539,10 @@ class ProcessWorker:
 
     async def open(self) -> None:
         await self.proxy.open()
+        await self.process.open()
+
+    def report_to(self, report: Report) -> None:
+        self.process.report = report
 
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
         """A group that raises, or in which a rollout ends with an error, is rolled out again up to `max_retries` times.
@@ -483,7 +556,8 @@ class ProcessWorker:
         await self.proxy.open()
         for retries_left in range(group.max_retries, -1, -1):
             try:
-                rollouts = await self._once(group)
+                with self.process.chosen() as process:
+                    rollouts = await self._once(group, process)
                 fault = next((each.error_detail or each.error for each in rollouts if each.error), None)
             except WorkerError as error:
                 if not retries_left:
@@ -494,14 +568,14 @@ class ProcessWorker:
             get_logger().warning(f"Environment {self.name!r}, row {group.example.row}: {fault}; trying once more")
         return rollouts
 
-    async def _once(self, group: GroupRequest) -> list[Rollout]:
+    async def _once(self, group: GroupRequest, process: RestartingProcess) -> list[Rollout]:
         sessions_of_group = self.proxy.sessions.opened(group.size, group.server, group.sampling_args)
         # The proxy asks for log-probabilities by itself: answers need not carry them to an environment that drops them.
         sampling = {name: each for name, each in group.sampling_args.items() if name not in ("logprobs", "extra_body")}
         try:
             async with in_time(group.timeout_s, group.example.env, group.example.row):
                 with sessions_of_group as sessions:
-                    outputs = await self.process.ask(
+                    outputs = await process.ask(
                         "run_group",
                         split=group.split,
                         row=group.example.row,
@@ -513,7 +587,7 @@ class ProcessWorker:
                     )
         except GroupTimeout:
             # A process that code without `await` blocks answers nothing, and is replaced.
-            await self.process.ask("describe", self.process.blocked_s, split=group.split)
+            await process.ask("describe", process.blocked_s, split=group.split)
             raise
         by_key = {session.key: session for session in sessions}
         return group.read(outputs, lambda key: by_key[key].recorded)

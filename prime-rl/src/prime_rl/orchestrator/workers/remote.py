@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,25 +23,26 @@ from prime_rl.orchestrator.rollouts.rollout import Recorded, Rollout
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
+from prime_rl.orchestrator.workers.blocked import Report
 from prime_rl.orchestrator.workers.environment import Described, Environment, GroupRequest, Split
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served
-from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec
+from prime_rl.orchestrator.workers.port import PortClient
+from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec, pool_of
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
 
 
 class Connection(Protocol):
-    """The way to a worker: `RestartingProcess` or `PortClient`."""
+    """The way to a worker: `RestartingProcess`, `ProcessPool` or `PortClient`."""
 
-    @property
-    def blocked_s(self) -> float | None:
-        """Seconds after the end of a group's time limit in which the worker must answer. None sets no limit."""
+    report: Report
 
     async def open(self) -> None: ...
 
-    async def ask(self, do: str, limit_s: float | None = None, **arguments: Any) -> Any: ...
+    def chosen(self) -> AbstractContextManager[RestartingProcess | PortClient]:
+        """The process that runs a group while the block runs."""
 
     async def close(self) -> None: ...
 
@@ -60,6 +62,9 @@ class RemoteWorker:
         """Raises EnvironmentFault if the environment does not load there, or nothing answers."""
         await self.connection.open()
 
+    def report_to(self, report: Report) -> None:
+        self.connection.report = report
+
     async def roll_out(self, group: GroupRequest) -> list[Rollout]:
         """
         Raises:
@@ -68,15 +73,21 @@ class RemoteWorker:
             GroupTimeout: it took longer than `timeout_s` of the environment.
             EnvironmentFault: its process ends whenever it is started, or cannot be reached.
         """
+        with self.connection.chosen() as process:
+            outputs = await self._asked(group, process)
+        recorded = {output["session"]: unpacked(output.pop("calls")) for output in outputs}
+        return group.read(outputs, recorded.__getitem__)
+
+    async def _asked(self, group: GroupRequest, process: RestartingProcess | PortClient) -> list[dict[str, Any]]:
         server = group.server
         # A process that this run has started reports its model calls itself.
-        is_ours = isinstance(self.connection, RestartingProcess)
+        is_ours = isinstance(process, RestartingProcess)
         calling = contextlib.nullcontext() if is_ours else own_beats().calling(server_name(server.base_url))
         engine = Engine(server.base_url, server.headers, server.timeout_s, server.base_model, server.takes_tokens)
         try:
             async with in_time(group.timeout_s, group.example.env, group.example.row):
                 with calling:
-                    outputs = await self.connection.ask(
+                    outputs: list[dict[str, Any]] = await process.ask(
                         "run_group",
                         row=group.row,
                         size=group.size,
@@ -87,11 +98,10 @@ class RemoteWorker:
                     )
         except GroupTimeout:
             # A process that code without `await` blocks answers nothing, and is replaced.
-            if self.connection.blocked_s is not None:
-                await self.connection.ask("ping", self.connection.blocked_s)
+            if process.blocked_s is not None:
+                await process.ask("ping", process.blocked_s)
             raise
-        recorded = {output["session"]: unpacked(output.pop("calls")) for output in outputs}
-        return group.read(outputs, recorded.__getitem__)
+        return outputs
 
     def waits_for(self) -> str:
         return ""
@@ -200,29 +210,41 @@ def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
 
 
 def run_in_processes(
-    purpose: str, configs: Sequence[EnvConfig], environments: Iterable[Environment], log: LogConfig, root: Path
+    purpose: str,
+    configs: Sequence[EnvConfig],
+    environments: Iterable[Environment],
+    log: LogConfig,
+    root: Path,
+    also_single: bool = False,
 ) -> None:
-    """Let each environment that would run in this process run in one of its own, which `connect` starts.
+    """Let environments with `num_workers` run in that many processes of their own, which `connect` starts.
 
-    `purpose` is `train` or `eval`, and `root` the orchestrator's directory.
+    `also_single` lets the others that would run in this process run in one. `purpose` is `train` or `eval`, and `root`
+    the directory of the logs.
     """
     for config, environment in zip(configs, environments, strict=True):
-        if not isinstance(environment.worker, VerifiersWorker):
+        worker = environment.worker
+        if not isinstance(worker, VerifiersWorker) or (config.num_workers is None and not also_single):
             continue
         name = environment.name
+        specs = []
         env = EnvConfig.model_validate(config.model_dump(include=set(EnvConfig.model_fields)))
         # The process's output is its log file.
         served_there = EnvServerConfig(env=env, log=log.model_copy(update={"file": False}), output_dir=root)
-        spec = WorkerSpec(
-            place=f"environment {name!r}",
-            python=Path(sys.executable),
-            module=config.id,
-            args=served_there.model_dump(mode="json"),
-            attributes={},
-            program=("-m", "prime_rl.orchestrator.env_server", "--socket"),
-            added=helper_heartbeat_env(f"{purpose}-{name}"),
-            is_ours=True,
-            log=OrchestratorPaths(root).env_log(purpose, name),
-            server_of=name,
-        )
-        environment.worker = RemoteWorker(name, environment.worker.served, RestartingProcess(spec))
+        for number in range(1, (config.num_workers or 1) + 1):
+            own_name = name if number == 1 else f"{name}-{number}"
+            specs.append(
+                WorkerSpec(
+                    place=f"environment {name!r}",
+                    python=Path(sys.executable),
+                    module=config.id,
+                    args=served_there.model_dump(mode="json"),
+                    attributes={},
+                    program=("-m", "prime_rl.orchestrator.env_server", "--socket"),
+                    added=helper_heartbeat_env(f"{purpose}-{own_name}"),
+                    is_ours=True,
+                    log=OrchestratorPaths(root).env_log(purpose, own_name),
+                    server_of=name,
+                )
+            )
+        environment.worker = RemoteWorker(name, worker.served, pool_of(specs))

@@ -1,7 +1,8 @@
 """Messages between the orchestrator and an environment: JSON, with a length in 4 bytes before it on a stream.
 
 A request is `{"id", "do", "with"}`, with the name of a method and its arguments, or `{"do": "cancel", "of": id}`. An
-answer is `{"id", "value"}`, or `{"id", "error", "kind"}` with the class of the error.
+answer is `{"id", "value", "loop"}`, or `{"id", "error", "kind"}` with the class of the error. `loop` is what
+`LoopWatch.take` says of the event loop since the last answer.
 
 On a socket pair nobody else can connect. A server at an address gets the same messages over ZeroMQ, which has frames
 and checks the key of its peer.

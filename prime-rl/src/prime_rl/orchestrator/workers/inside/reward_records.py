@@ -17,7 +17,7 @@ OVERLONG_PROMPT = "overlong_prompt"
 """Key of a rollout's state: why the server refused a prompt as too long."""
 MAX_TRACEBACK_LINES = 15
 MAX_TRACEBACK_CHARS = 4000
-_NAMES = ("funcs", "reward_funcs")
+NAMES = ("funcs", "reward_funcs")
 """Where rubrics keep their functions; the second until verifiers 0.1.8."""
 
 
@@ -61,7 +61,7 @@ def record_reward_errors(rubric: Any) -> None:
     The exception then goes on to verifiers, which counts the call as 0.
     """
     for part in leaves(rubric):
-        for name in _NAMES:
+        for name in NAMES:
             functions = getattr(part, name, None)
             if isinstance(functions, list):
                 setattr(part, name, [_recording(each, _scores_group(part, each)) for each in functions])

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
+from .blocking import LoopWatch
 from .frames import PROTOCOL, encode, receive, receive_now
 from .judge_arguments import judge_arguments
 
@@ -56,7 +57,7 @@ def serve_parent(load: Callable[[dict[str, Any]], Any]) -> None:
         connection.sendall(encode({"id": start["id"], "python": sys.version.split()[0], **_versions()}))
         # What is loaded stays. Rollouts make garbage fast, and each full collection would look at all of it.
         gc.freeze()
-        asyncio.run(_serve(served, connection))
+        asyncio.run(_serve(served, connection, LoopWatch({"": start["module"]})))
     # Threads of the environment must not keep the process alive.
     os._exit(0)
 
@@ -92,6 +93,8 @@ def _load(start: dict[str, Any]) -> Any:
 
         if start["judge"]:
             raise RuntimeError("judge: leave it out: a taskset of verifiers v1 configures its judges in its own table")
+        if start.get("threads"):
+            raise RuntimeError("threads: leave it out: verifiers v1 has no such interface; num_workers helps")
         return verifiers_v1.Served(start)
     from . import verifiers_api
 
@@ -107,18 +110,19 @@ def _versions() -> dict[str, str]:
     return {"verifiers": version("verifiers")}
 
 
-async def _serve(served: Any, connection: socket.socket) -> None:
+async def _serve(served: Any, connection: socket.socket, watch: LoopWatch) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
     pending: set[asyncio.Task[None]] = set()
+    pending.add(asyncio.create_task(watch.measure()))
     async with cancelled_on_exit(pending):
         while (request := await receive(reader)) is not None:
             if request["do"] == "cancel":
                 if (task := tasks.get(request["of"])) is not None:
                     task.cancel()
                 continue
-            task = asyncio.create_task(_send_answer(served, request, writer))
+            task = asyncio.create_task(_send_answer(served, request, writer, watch))
             tasks[request["id"]] = task
             pending.add(task)
             task.add_done_callback(pending.discard)
@@ -130,13 +134,15 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Tas
     tasks.pop(number, None)
 
 
-async def answer_to(served: Any, request: dict[str, Any], encode: Callable[[dict[str, Any]], bytes] = encode) -> bytes:
+async def answer_to(
+    served: Any, request: dict[str, Any], watch: LoopWatch, encode: Callable[[dict[str, Any]], bytes] = encode
+) -> bytes:
     """The encoded answer to a request, whatever happens: the other end waits hours for it."""
     try:
         done = getattr(served, request["do"])(**request["with"])
         value = await done if asyncio.iscoroutine(done) else done
         # Within the block: a value that cannot be sent is an error, too.
-        return encode({"id": request["id"], "value": value})
+        return encode({"id": request["id"], "value": value, "loop": watch.take()})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's own code may raise anything
         return encode({"id": request["id"], "error": _one_line(error), "kind": type(error).__name__})
     except asyncio.CancelledError as error:
@@ -144,8 +150,8 @@ async def answer_to(served: Any, request: dict[str, Any], encode: Callable[[dict
         return encode({"id": request["id"], "error": "it was cancelled", "kind": type(error).__name__})
 
 
-async def _send_answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    answer = await answer_to(served, request)
+async def _send_answer(served: Any, request: dict[str, Any], writer: asyncio.StreamWriter, watch: LoopWatch) -> None:
+    answer = await answer_to(served, request, watch)
     with contextlib.suppress(ConnectionError):
         writer.write(answer)
         await writer.drain()

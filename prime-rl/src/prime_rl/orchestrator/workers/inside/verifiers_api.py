@@ -10,13 +10,16 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
+from .blocking import in_threads
 from .frames import finite
 from .model_client import NO_SESSION, Clients, for_verifiers
 from .reward_records import KEY as REWARD_ERRORS
-from .reward_records import OVERLONG_PROMPT, record_reward_errors, reward_functions
+from .reward_records import NAMES as REWARD_LISTS
+from .reward_records import OVERLONG_PROMPT, leaves, record_reward_errors, reward_functions
 
 SESSION_KEY = "prime_rl_session"
 """Key of a rollout's state that names the session in which it asked the model."""
@@ -25,6 +28,11 @@ TURNS = "prime_rl_turns"
 HOOKS = ("setup_state", "env_response", "is_completed", "rollout")
 """Methods of an environment that run its author's code. verifiers may run each of the first three in a task of its own,
 and an event loop ends at once if a task raises SystemExit."""
+REWARD_CALLERS = (
+    *("score_rollout", "score_group", "score_rollouts"),
+    *("_call_individual_reward_func", "_call_group_reward_func", "call_reward_func"),
+)
+"""Methods of rubrics that call reward functions, of all supported versions."""
 _COUNTS = re.compile(
     r"context length is (\d+) tokens.*?(?:prompt has|contains(?: at least)?) (\d+) (?:input )?tokens", re.DOTALL
 )
@@ -40,6 +48,8 @@ class WrongType(TypeError):
 def load(start: Mapping[str, Any]) -> Served:
     """The environment of `module`, made with `args`, with its `attributes` set.
 
+    With `threads`, that many threads run its plain reward functions and tools.
+
     Raises WrongType, or whatever the environment's code raises.
     """
     import verifiers as vf
@@ -52,11 +62,33 @@ def load(start: Mapping[str, Any]) -> Served:
         else:  # until verifiers 0.1.8
             for name, value in attributes.items():
                 setattr(env, name, value)
+        if start.get("threads"):
+            use_threads(env, ThreadPoolExecutor(start["threads"], "environment"))
         return Served(env)
     except Exception as error:  # an environment's own code may raise anything
         if (words := wrong_type(error)) is not None:
             raise WrongType(words) from error
         raise
+
+
+def use_threads(env: Any, threads: Executor) -> None:
+    """Let threads run plain reward functions and tools where verifiers itself calls them, and so awaits what they
+    return. A class that overrides the calling method may need the value at once."""
+    for part in leaves(getattr(env, "rubric", None)):
+        if all(_is_of_verifiers(part, name) for name in REWARD_CALLERS):
+            for name in REWARD_LISTS:
+                if isinstance(functions := getattr(part, name, None), list):
+                    setattr(part, name, [in_threads(each, threads) for each in functions])
+    for each in (env, *getattr(env, "env_map", {}).values()):
+        tools = getattr(each, "tool_map", None)
+        if isinstance(tools, dict) and _is_of_verifiers(each, "call_tool"):
+            each.tool_map = {name: in_threads(tool, threads) for name, tool in tools.items()}
+
+
+def _is_of_verifiers(owner: Any, name: str) -> bool:
+    """Whether a method is verifiers' own, or does not exist in this version."""
+    method = getattr(type(owner), name, None)
+    return method is None or str(method.__module__).startswith("verifiers.")
 
 
 class Served:
