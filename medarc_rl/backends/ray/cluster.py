@@ -405,10 +405,11 @@ class RayChannel:
             return None
         return line
 
-    def close(self) -> None:
+    def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
         with suppress(*_errors()):
             # An actor that is stopped, or cannot be reached, never answers. It is killed with the others at the end.
-            _get(self._actor.close.options(concurrency_group="others").remote(), _CLOSE_LIMIT_S)
+            waited_s = min(limit_s, _CLOSE_LIMIT_S)
+            _get(self._actor.close.options(concurrency_group="others").remote(), waited_s)
 
     def describe(self) -> str:
         where = f"Ray actor on {self.name} ({self._placement.address})"

@@ -36,13 +36,13 @@ from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.stalling import StallLimits, Watchdog
 
 root, children, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-grace_s = limits.pop("grace_s", 60)
+grace_s, silent_s = limits.pop("grace_s", 60), limits.pop("silent_s", 20)
 with LocalHost() as local:
     channels = [
         PipeChannel(name, agent_argv(), {**os.environ, "SLURMD_NODENAME": name}) for name in ("n0", "n1")
     ]
     (root / "agents").write_text(json.dumps([channel.pid for channel in channels]))
-    with ClusterHost(local, channels) as host:
+    with ClusterHost(local, channels, silent_s=silent_s) as host:
         specs = [
             ProcessSpec(
                 name, (sys.executable, "-c", code), root / f"{name}.log", node=node, completes_run=True,
@@ -79,6 +79,10 @@ SAVING = PRELUDE + "ready(); wait_for_ever()"
 FAILING = PRELUDE + "tell('ready'); print('before', flush=True); sys.exit('it broke')"
 DONE = PRELUDE + "tell('ready'); assert os.environ['KEY'][:4] == 'open'; report_completion()"
 UNFINISHED = PRELUDE + "tell('ready')"
+PEERLESS = (
+    PRELUDE
+    + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit('connection closed by peer'))\nready(); wait_for_ever()"
+)
 STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); wait_for_ever()"
 
 
@@ -181,6 +185,18 @@ def test_an_agent_that_is_killed_ends_the_launch_by_the_nodes_name_and_leaves_no
     assert "node n1 is gone: its agent ended (" in output
     assert "ended by signal 9" in output
     assert "it ran trainer_rank_1, trainer_rank_2\nthe last lines of trainer_rank_1:" in output
+
+
+def test_a_node_that_hangs_is_named_although_a_process_elsewhere_fails_first(launch: Launch) -> None:
+    launch.start({"trainer": (0, PEERLESS), "trainer_rank_1": (1, SAVING)}, silent_s=3)
+    os.kill(launch.agent(1), signal.SIGSTOP)
+    os.kill(launch.pids["n0"], signal.SIGUSR1)
+    launch.rest_of_pipe()
+    output = launch.end()
+    assert launch.process.returncode == 1
+    assert "node n1 is gone: no message from its agent for 3 s" in output
+    assert "it ran trainer_rank_1\n" in output
+    assert launch.left_over() == []
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])

@@ -145,6 +145,27 @@ def test_a_lost_node_that_comes_back_while_the_others_stop_is_not_heard() -> Non
     assert said[-1] == "trainer stopped"
 
 
+def test_a_process_that_fails_because_its_peers_node_is_lost_is_not_the_cause() -> None:
+    specs = (replace(spec("trainer", True), node=0), replace(spec("trainer_rank_1", True), node=1))
+    lost = NodeLost(1, "node n1 is gone: no message from its agent for 20 s")
+    outcome = Supervisor(specs, FakeHost([Exited("trainer", 1, "n0"), None], lost_node=lost), print).run()
+    assert outcome.message == f"{lost.fault}\nit ran trainer_rank_1"
+
+
+def test_a_signal_while_the_last_child_saves_leaves_the_run_complete() -> None:
+    host = FakeHost(
+        [Exited("orchestrator", 0), Signalled(signal.SIGTERM), Exited("trainer", 0), Exited("inference", 0)]
+    )
+    assert run(host)[0] == Outcome(0, "all done")
+
+
+def test_a_signal_during_the_last_evaluation_says_what_is_left() -> None:
+    ends = [Exited("trainer", 0), Signalled(signal.SIGTERM), Exited("orchestrator", 143), Exited("inference", 0)]
+    outcome, _ = run(FakeHost(ends))
+    assert (outcome.exit_code, outcome.was_stopped) == (143, True)
+    assert outcome.message == "stopped by SIGTERM after trainer had finished; orchestrator had not"
+
+
 def test_a_second_sigterm_changes_nothing() -> None:
     ends = [Exited(name, 143) for name in ("trainer", "orchestrator", "inference")]
     host = FakeHost([Signalled(signal.SIGTERM), Signalled(signal.SIGTERM), *ends])
@@ -249,6 +270,15 @@ def test_children_that_a_scheduler_signals_together_with_the_launcher_are_not_lo
     ends = [Exited("evaluator", 143), Exited("inference", 0), Signalled(signal.SIGTERM), Exited("trainer", 143)]
     outcome, _ = train(FakeHost(ends))
     assert (outcome.exit_code, outcome.was_stopped, outcome.lost) == (143, True, ())
+
+
+@pytest.mark.parametrize("signalled", [True, False], ids=["with the launcher", "alone"])
+def test_an_evaluator_that_is_signalled_after_the_training_is_stopped_only_if_the_launcher_is(signalled: bool) -> None:
+    ends = [Exited("trainer", 0), Exited("evaluator", 143), Exited("inference", 0)]
+    outcome, _ = train(FakeHost([*ends, Signalled(signal.SIGTERM)] if signalled else ends))
+    if signalled:
+        assert outcome.message == "stopped by SIGTERM after trainer had finished; evaluator had not"
+    assert (outcome.exit_code, len(outcome.lost)) == ((143, 0) if signalled else (0, 1))
 
 
 def test_the_run_ends_after_the_last_evaluation_and_says_what_it_waits_for() -> None:

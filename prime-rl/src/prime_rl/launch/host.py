@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from prime_rl.launch import logs, reaper
-from prime_rl.launch.spec import Event, Exited, ProcessSpec, Signalled
+from prime_rl.launch.spec import Event, Exited, NodeLost, ProcessSpec, Signalled
 from prime_rl.launch.stalling import Observed, new_stacks
 from prime_rl.run.process import (
     COMPLETION_VARIABLE,
@@ -83,6 +83,9 @@ class Host(Protocol):
 
     def give_up(self, spec: ProcessSpec) -> None:
         """Leave a sign that the run goes on without a child."""
+
+    def lost_node(self) -> NodeLost | None:
+        """After a child has failed: the first node that is lost. Waits until each has spoken since, or is lost."""
 
     def tail(self, name: str) -> list[str]:
         """The last log lines of a child in this attempt."""
@@ -237,6 +240,9 @@ class LocalHost:
     def give_up(self, spec: ProcessSpec) -> None:
         note_loss(spec)
 
+    def lost_node(self) -> None:
+        """There is one node, this one."""
+
     def tail(self, name: str) -> list[str]:
         log, offset = self._logs[name]
         return logs.tail(log, TAIL_LINES, offset)
@@ -291,7 +297,9 @@ class FakeHost:
         listening: bool = True,
         incomplete: Iterable[str] = (),
         observed: Mapping[str, Observed] | None = None,
+        lost_node: NodeLost | None = None,
     ) -> None:
+        self._lost_node = lost_node
         self._script = list(events)
         self._cannot_start = frozenset(cannot_start)
         self._listening = listening
@@ -332,6 +340,9 @@ class FakeHost:
 
     def give_up(self, spec: ProcessSpec) -> None:
         self.given_up.append(spec.name)
+
+    def lost_node(self) -> NodeLost | None:
+        return self._lost_node
 
     def tail(self, name: str) -> list[str]:
         return [f"last words of {name}"]

@@ -26,6 +26,9 @@ WARNED_GRACE_S = 3600.0
 LAST_GRACE_S = 15.0
 """Seconds to save and stop if SIGTERM follows that warning. Slurm kills 30 seconds later, unless KillWait is set."""
 
+TOGETHER_S = 2.0
+"""Seconds in which a signal that ended a child also reaches the launcher, if a scheduler signals all of a job."""
+
 STRAGGLER_GRACE_S = 5.0
 """Seconds for processes that outlive their parent, after a successful run."""
 
@@ -72,16 +75,25 @@ class Supervisor:
         self._optional = {spec.name for spec in specs if spec.if_lost is not None}
         self._lost: list[str] = []
         self._lost_to_signal = False
+        self._completing = {spec.name for spec in specs if spec.completes_run}
+        self._finished: set[str] = set()
 
     def run(self) -> Outcome:
         """Start the children in order and wait for the end of the run. No process is left on return."""
         cause = self._start() or self._watch()
+        if cause is None and self._lost_to_signal:
+            cause = self._signal_of_all()
         signals = self._stop(cause)
         # Slurm signals every process of a job at once; a child's exit may arrive before our own signal. A server that
         # is asked to stop exits with 0.
         if isinstance(cause, Exited) and (cause.code == 0 or cause.signal is not None):
             asked = cause.signal or signal.SIGTERM
             cause = Signalled(asked) if asked in signals else cause
+        if isinstance(cause, Signalled) and not self._completing - self._finished:
+            cause = None  # the signal came while the last of them saved
+        if isinstance(cause, Exited) and cause.code:
+            # A process whose peer was on a lost node often fails before that node is known to be lost.
+            cause = self._host.lost_node() or cause
         outcome = self._outcome(cause)
         # What was signalled together with the launcher is not lost.
         return outcome if outcome.was_stopped and self._lost_to_signal else replace(outcome, lost=tuple(self._lost))
@@ -100,9 +112,7 @@ class Supervisor:
         return None
 
     def _watch(self) -> Cause:
-        completing = {spec.name for spec in self._specs.values() if spec.completes_run}
-        finished: set[str] = set()
-        while unfinished := completing - finished - (self._optional if self._lost else set()):
+        while unfinished := self._completing - self._finished - (self._optional if self._lost else set()):
             event = self._next_event()
             match event:
                 case Stalled():
@@ -123,12 +133,24 @@ class Supervisor:
                         self._lost_to_signal = code == 0 or event.signal in (signal.SIGTERM, signal.SIGINT)
                         self._lose(self._end_of_optional(event))
                         continue
-                    finished.add(name)
+                    self._finished.add(name)
                     self._announce(name, "finished")
-                    self._tell_what_is_left(unfinished - finished)
+                    self._tell_what_is_left(unfinished - self._finished)
                 case Signalled(signal.SIGUSR1):
                     self._relay(event.signal)
                 case Signalled():
+                    return event
+        return None
+
+    def _signal_of_all(self) -> Cause:
+        """The signal to the launcher that also ended optional children, after all others have finished. None if there
+        is none: then only the children were signalled."""
+        deadline = time.monotonic() + TOGETHER_S
+        while (event := self._host.next_event(max(0.0, deadline - time.monotonic()))) is not None:
+            match event:
+                case Exited(name) if name in self._running:
+                    self._running.remove(name)
+                case Signalled(signum) if signum is not signal.SIGUSR1:
                     return event
         return None
 
@@ -209,6 +231,8 @@ class Supervisor:
                     break
                 case Exited(name) if name in self._running:  # and not of a lost node that came back
                     self._running.remove(name)
+                    if event.code == 0 and name in self._completing and self._host.has_completed(self._specs[name]):
+                        self._finished.add(name)
                     asked = event.code == 0 or event.signal is signal.SIGTERM
                     self._say(f"{name} {'stopped' if asked else event}")
                 case NodeLost(node):
@@ -241,7 +265,7 @@ class Supervisor:
                 return Outcome(0, "all done")
             case Signalled(signum):
                 by = "Ctrl-C" if signum is signal.SIGINT else signum.name
-                return Outcome(128 + signum, f"stopped by {by}", was_stopped=True)
+                return Outcome(128 + signum, f"stopped by {by}{self._what_is_left()}", was_stopped=True)
             case CannotStart():
                 return Outcome(1, str(cause))
             case NodeLost():
@@ -250,6 +274,12 @@ class Supervisor:
                 return self._stall(cause)
             case Exited():
                 return self._failure(cause)
+
+    def _what_is_left(self) -> str:
+        """After a signal: which children had finished, and which had not. Empty if none had."""
+        left = sorted(name for name in self._completing - self._finished if self._specs[name].rank == 0)
+        done = sorted(name for name in self._finished if self._specs[name].rank == 0)
+        return f" after {' and '.join(done)} had finished; {' and '.join(left)} had not" if done and left else ""
 
     def _loss(self, lost: NodeLost) -> Outcome:
         there = [name for name, spec in self._specs.items() if spec.node == lost.node]

@@ -37,6 +37,8 @@ AGENT = "prime_rl.launch.nodes.agent"
 _STDERR_LINES = 20
 CLOSING_S = 30.0
 """An agent needs less to end what is left on its node."""
+LOST_CLOSING_S = 1.0
+"""The same for a lost node. Nothing more comes from there, and until its command ends, the job holds all GPUs."""
 
 
 def agent_argv(python: str = sys.executable) -> tuple[str, ...]:
@@ -57,8 +59,8 @@ class Channel(Protocol):
     def receive(self) -> bytes | None:
         """Wait for the next line; None: the agent is gone."""
 
-    def close(self) -> None:
-        """Tell the agent that the launch is over, wait for its end, and end it if it stays."""
+    def close(self, limit_s: float = CLOSING_S) -> None:
+        """Tell the agent that the launch is over, wait for its end, and end it if it stays for `limit_s`."""
 
     def describe(self) -> str:
         """Command of the agent, its end, and its last lines on stderr."""
@@ -102,14 +104,14 @@ class PipeChannel:
         line = self._process.stdout.readline(MAX_LINE_BYTES)
         return line or None
 
-    def close(self) -> None:
+    def close(self, limit_s: float = CLOSING_S) -> None:
         self._outbox.put(None)
         # First without a signal: its stdin has ended.
         for signum in (None, signal.SIGTERM, signal.SIGKILL):
             if signum is not None:
                 self._process.send_signal(signum)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSING_S)
+                self._process.wait(limit_s)
                 break
         for thread in self._threads:
             thread.join(CLOSING_S)
@@ -162,6 +164,8 @@ class _Node:
     """None: the node is gone."""
     observed: dict[str, Observed] = field(default_factory=dict)
     silent_s: float = 0.0
+    has_spoken: bool = False
+    """Since a child has failed."""
     is_silent: bool = False
     """It has said nothing for too long, and counts as gone."""
     fault: str | None = None
@@ -247,7 +251,11 @@ class ClusterHost:
 
     def _close(self) -> None:
         self._is_closing.set()
-        closing = [Thread(target=node.channel.close, daemon=True) for node in self._nodes]
+        limits_s = [CLOSING_S if node.fault is None else LOST_CLOSING_S for node in self._nodes]
+        closing = [
+            Thread(target=node.channel.close, args=(limit_s,), daemon=True)
+            for node, limit_s in zip(self._nodes, limits_s, strict=True)
+        ]
         for thread in closing:
             thread.start()
         for thread in closing:
@@ -256,7 +264,7 @@ class ClusterHost:
     def _receive(self, node: _Node) -> None:
         """Read the reports of one node until it is gone."""
         while (line := node.channel.receive()) is not None:
-            node.silent_s = 0.0
+            node.silent_s, node.has_spoken = 0.0, True
             try:
                 self._take(node, messages.report_of(line))
             except RunError as error:
@@ -283,6 +291,9 @@ class ClusterHost:
                 self._local.report(Signalled(signal.SIGTERM if signum is signal.SIGINT else signum))
             case messages.Ended(name, code):
                 self._ended[name] = report
+                if code:
+                    for each in self._nodes:
+                        each.has_spoken = False
                 self._local.report(Exited(name, code, node=self._name(node)))
 
     def _name(self, node: _Node) -> str:
@@ -401,6 +412,17 @@ class ClusterHost:
     def exit_code(self, name: str) -> int | None:
         """As a child's agent reported it. None: the child has not ended, or its node is lost."""
         return self._ended[name].code if name in self._ended else None
+
+    def lost_node(self) -> NodeLost | None:
+        deadline_s = self._clock_s + self._silent_limit_s + 2 * messages.PING_EVERY_S
+        while self._clock_s < deadline_s:
+            for node in self._nodes:
+                if node.fault is not None:
+                    return NodeLost(node.index, node.fault)
+            if all(node.has_spoken for node in self._nodes):
+                return None
+            time.sleep(_LOOK_EVERY_S)
+        return None
 
     def tail(self, name: str) -> list[str]:
         if name in self._ended:
