@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import threading
@@ -110,6 +111,19 @@ def load_environment(kind="single", rows=2, funcs=("reversed_text",)):
     return classes.get(kind, vf.SingleTurnEnv)(dataset=data, eval_dataset=data, rubric=rubric, **extra)
 """
 
+
+DAEMON = """
+import os, signal
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    open({file!r}, "w").write(str(os.getpid()))
+    os.write(writer, b"x")
+    signal.pause()
+os.read(reader, 1)
+os._exit(3)
+"""
+"""Ends after it has started a daemon that keeps the connection open."""
 
 BABBLER = """
 import socket, struct, sys
@@ -302,7 +316,33 @@ async def test_a_child_that_outlives_the_process_does_not_keep_its_groups_waitin
         await run_group(environment, policy_server, size=1)
 
 
-@pytest.mark.parametrize("answer", ["{}", '{"id": [1]}', "[]", "NaN {"])
+async def test_a_daemon_that_keeps_the_connection_open_ends_with_its_process(tmp_path: Path) -> None:
+    """A hostile environment: its own fork outlives it, in a session of its own, and holds the socket."""
+    program = babbler(tmp_path, b"").python
+    code = BABBLER.partition("send({answer})")[0].replace("{{", "{").replace("}}", "}")
+    program.write_text(f"#!{sys.executable}\n{code}{DAEMON.format(file=str(tmp_path / 'pid'))}")
+    process = WorkerProcess.start(WorkerSpec("env[0]", program, "babbler", {}, {}))
+    with pytest.raises(EnvironmentFault, match="the process of 'babbler' ended with code 3"):
+        await process.ask("run_group")
+    daemon = int((tmp_path / "pid").read_text())
+    ended = os.pidfd_open(daemon)
+    process.kill()
+    assert select.select([ended], [], [], 10)[0]
+    os.close(ended)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        '{"id": [1]}',
+        '{"id": 77}',
+        "[]",
+        "NaN {",
+        '{"id": 0, "value": 1, "loop": 1}',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
 async def test_a_process_whose_answers_make_no_sense_fails_its_requests(tmp_path: Path, answer: str) -> None:
     process = WorkerProcess.start(babbler(tmp_path, answer.encode()))
     try:

@@ -62,10 +62,17 @@ def _process_table() -> dict[int, _Entry]:
     return table
 
 
-def _is_marked(pid: int, mark: str) -> bool:
+def kill_marked(variable: str, mark: str) -> None:
+    """Kill all processes that have inherited an environment variable with this value, daemons too."""
+    for directory in _PROC.glob("[0-9]*"):
+        if _is_marked(int(directory.name), mark, variable):
+            send(int(directory.name), signal.SIGKILL)
+
+
+def _is_marked(pid: int, mark: str, variable: str = MARK_VARIABLE) -> bool:
     # Other users' environments cannot be read.
     with contextlib.suppress(OSError):
-        return f"{MARK_VARIABLE}={mark}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return f"{variable}={mark}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     return False
 
 

@@ -66,9 +66,9 @@ class BlockedLoops:
         try:
             read = msgspec.convert(report, _Report)
         except msgspec.ValidationError as error:
-            raise BadFrame(f"an answer with a report that is none: {error}") from error
+            raise BadFrame(f"a message that says nothing of its event loop: {error}") from error
         if not all(math.isfinite(each) for each in (read.lag_s, *(block.seconds for block in read.blocks))):
-            raise BadFrame("an answer with a report that is none: a time is not finite")
+            raise BadFrame("a message that says nothing of its event loop: a time is not finite")
         with self._lock:
             self._lag_s[env] = max(self._lag_s.get(env, 0.0), read.lag_s)
         for block in read.blocks:

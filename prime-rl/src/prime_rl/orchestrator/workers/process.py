@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 from prime_rl.launch import ProcessSpec
 from prime_rl.launch.logs import opened_for_attempt, tail
+from prime_rl.launch.reaper import kill_marked
 from prime_rl.orchestrator.errors import EnvironmentFault, GroupFailed
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout
@@ -34,10 +36,13 @@ STOP_GRACE_S = 5.0
 ROWS_AT_ONCE = 256
 SHOWN_ROWS = 16
 """Rows of an endless environment that are read at the start, to look at their prompts."""
+MARK_VARIABLE = "PRIME_RL_ENVIRONMENT_PROCESS"
 GREETING = -1
 """The id of the first message, which names what to load."""
 BLOCKED_S = 30.0
 """Seconds after the end of a time limit in which a process must answer. One that does not is blocked by its code."""
+LAST_ANSWERS_S = 1.0
+"""Seconds in which answers of an ended process are still read."""
 TAIL_LINES = 20
 """Lines of its own log that the error of an ended process shows."""
 MAX_ENDS_IN_A_ROW = 5
@@ -100,9 +105,16 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, spec: WorkerSpec, process: subprocess.Popen[bytes], connection: socket.socket, log_offset: int
+        self,
+        spec: WorkerSpec,
+        process: subprocess.Popen[bytes],
+        connection: socket.socket,
+        log_offset: int,
+        mark: str,
     ) -> None:
         self.spec = spec
+        self._mark = mark
+        """Value of a variable that all processes inherit which its code starts."""
         self.versions = ""
         self._process = process
         self._connection = connection
@@ -111,6 +123,7 @@ class WorkerProcess:
         self._numbers = itertools.count()
         self._opening: asyncio.Task[asyncio.StreamWriter] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._cancelled: set[int] = set()
         """Requests that may be answered, although nobody waits any more."""
@@ -131,7 +144,8 @@ class WorkerProcess:
             env = dict(os.environ)
             if not spec.is_ours:
                 env = {name: value for name, value in env.items() if name not in _OURS} | _ADDED
-            env |= spec.added
+            mark = secrets.token_hex(8)
+            env |= {**spec.added, MARK_VARIABLE: mark}
             # The proxy of the run is on this machine, behind no other proxy.
             env |= direct_loopback(env)
             output, offset = None, 0
@@ -149,7 +163,7 @@ class WorkerProcess:
         if spec.log is not None:
             where = f"process {process.pid}; its log is {spec.log}"
             get_logger().info(f"Environment {spec.server_of!r} is served by {where}")
-        return cls(spec, process, ours, offset)
+        return cls(spec, process, ours, offset, mark)
 
     @classmethod
     def start(cls, spec: WorkerSpec) -> Self:
@@ -235,16 +249,25 @@ class WorkerProcess:
     async def _open(self) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(sock=self._connection)
         self._reading = asyncio.create_task(self._read(reader))
+        self._ending = asyncio.create_task(self._close_at_end(writer))
         return writer
+
+    async def _close_at_end(self, writer: asyncio.StreamWriter) -> None:
+        """Close the connection some time after the process has ended: a child of it may hold the other end open."""
+        await self._end(None)
+        await asyncio.sleep(LAST_ANSWERS_S)
+        writer.transport.abort()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         why = ""
         try:
             while (answer := await receive(reader)) is not None:
                 number = answer.get("id")
-                waiting = self._waiting.get(number) if isinstance(number, int) else None
+                if not isinstance(number, int):
+                    raise BadFrame("a message that answers no request")
                 if "loop" in answer:
                     self.report(answer["loop"])
+                waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
                 elif number in self._cancelled:
@@ -299,8 +322,8 @@ class WorkerProcess:
                 poll.register(descriptor, select.POLLIN)
                 poll.poll(1000 * limit_s)
 
-    async def _end(self, limit_s: float) -> None:
-        """Wait for the end of the process, at most `limit_s`."""
+    async def _end(self, limit_s: float | None) -> None:
+        """Wait for the end of the process, at most `limit_s` unless that is None."""
         with self._end_descriptor() as descriptor:
             if descriptor is None:
                 return
@@ -324,9 +347,10 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """Let the process end by itself; kill it, and all that it started, after `STOP_GRACE_S`."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        tasks = [task for task in (self._reading, self._ending) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._disconnect()
         await self._end(STOP_GRACE_S)
         self.kill()
@@ -337,6 +361,8 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            # A daemon that its code started has left the group.
+            kill_marked(MARK_VARIABLE, self._mark)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -349,6 +375,8 @@ class WorkerProcess:
             self._opening.cancel()
         elif not self._opening.cancelled() and self._opening.exception() is None:
             self._opening.result().transport.abort()
+        if self._ending is not None and not self._ending.get_loop().is_closed():
+            self._ending.cancel()
 
 
 def value_of(answer: dict[str, Any]) -> Any:
