@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextvars import copy_context
@@ -17,6 +18,10 @@ from types import FrameType
 from typing import Any
 
 INTERVAL_S = 0.25
+SAMPLE_S = 0.1
+"""Time between two looks at the stack."""
+MIN_SHARE = 1 / 3
+"""Share of these looks that must find a function which is named."""
 BLOCKED_S = 1.0
 """A loop that is later than this is blocked. Nothing else of the process runs meanwhile: it sends no request to an
 engine, and reads no answer."""
@@ -31,8 +36,8 @@ _ENVIRONMENTS = str(_INSIDE.parents[2] / "environments") + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _EVENTS = asyncio.events.__file__
 """Where the loop runs its callbacks. Frames before it are those of the program."""
-_WRAPPERS = frozenset({str(_INSIDE / name) for name in ("reward_records.py", "verifiers_api.py", "verifiers_v1.py")})
-"""Files of ours from which environments' functions are called."""
+_WRAPPER = str(_INSIDE / "reward_records.py")
+"""The file from which reward functions are called."""
 
 
 class LoopWatch:
@@ -90,24 +95,33 @@ class LoopWatch:
         self._beat, self._busy_s = time.monotonic(), _busy_s(threading.get_native_id())
 
     def _watch(self, thread: int, native: int) -> None:
-        beat, counted_until = 0.0, 0.0
-        """Start of the block that is counted, and the time up to which it is."""
-        is_printed = False
-        while not self._ended.wait(INTERVAL_S):
+        beat = -1.0
+        while not self._ended.wait(SAMPLE_S):
             now, last, busy_s = time.monotonic(), self._beat, self._busy_s
-            if now - last - INTERVAL_S < BLOCKED_S:
+            late_s = now - last - INTERVAL_S
+            if late_s < INTERVAL_S:
                 continue
+            if last != beat:  # another block begins
+                beat, counted_until, is_printed = last, last, False
+                samples: Counter[tuple[str, str]] = Counter()
+                blocks: dict[tuple[str, str], dict[str, Any]] = {}
+                num_samples = 0
             frame = sys._current_frames().get(thread)
             found = None if frame is None else self._found(frame)
-            if found is None:
+            num_samples += 1
+            if found is not None:
+                name, block = found
+                samples[name, block["function"]] += 1
+                blocks[name, block["function"]] = block
+            if late_s < BLOCKED_S or not samples:
                 continue
-            is_new = last != beat
-            if is_new:
-                beat, counted_until, is_printed = last, last, False
-            share = (_busy_s(native) - busy_s) / (now - last)
-            name, block = found
-            block |= {"seconds": now - counted_until, "count": int(is_new), "waits": share < WAITS_SHARE}
-            self._count(name, block)
+            # Thousands of short calls can follow each other. None of them blocks the loop.
+            (key, number), *_ = samples.most_common(1)
+            if number < MIN_SHARE * num_samples:
+                continue
+            waits = (_busy_s(native) - busy_s) / (now - last) < WAITS_SHARE
+            block = {**blocks[key], "seconds": now - counted_until, "count": int(counted_until == last), "waits": waits}
+            self._count(key[0], block)
             counted_until = now
             if now - last > ALONE_S and not is_printed:
                 is_printed = True
@@ -140,7 +154,7 @@ class LoopWatch:
         # The deepest frame of the same file says which line it is.
         deepest = next(each for each in reversed(frames[at:]) if each.f_code.co_filename == file)
         caller = frames[at - 1].f_code.co_filename if at else ""
-        is_called = caller in _WRAPPERS or caller.endswith("verifiers/utils/async_utils.py")
+        is_called = caller == _WRAPPER or caller.endswith("verifiers/utils/async_utils.py")
         return name, {
             "function": getattr(entry.f_code, "co_qualname", entry.f_code.co_name),
             "place": f"{file}:{deepest.f_lineno}",
@@ -150,7 +164,7 @@ class LoopWatch:
 
     def _entry(self, frames: list[FrameType]) -> tuple[int | None, str]:
         """Where the environment's code begins, and its name: in one of its modules, or else in code that is neither
-        installed nor ours, or else in what our wrappers call."""
+        installed nor ours, or else in a reward function."""
         for at, frame in enumerate(frames):
             module = frame.f_globals.get("__name__") or ""
             names = [name for name, own in self._modules.items() if module == own or module.startswith(f"{own}.")]
@@ -161,7 +175,7 @@ class LoopWatch:
             if _is_users(frame.f_code.co_filename):
                 return at, only
         for at, frame in enumerate(frames[1:], 1):
-            if frames[at - 1].f_code.co_filename in _WRAPPERS and frame.f_code.co_filename not in _WRAPPERS:
+            if frames[at - 1].f_code.co_filename == _WRAPPER != frame.f_code.co_filename:
                 return at, only
         return None, ""
 
