@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,21 @@ def test_one_more_ends_it_with_the_first_traceback(failed: int, good: int, limit
         f"environment): {failed} OSError; the first OSError: OSError:"
     )
     assert shown[-1] == "OSError: down 0"
+
+
+def test_groups_that_fail_at_once_do_not_speak_for_those_that_still_run() -> None:
+    failures = Failures("letters", 0.5)
+    with ExitStack() as running:
+        for _ in range(500):
+            running.enter_context(failures.group(asyncio.Event()))
+        for _ in range(500):
+            with pytest.raises(OSError, match="down"), failures.group(asyncio.Event()):
+                raise OSError("down")
+        with (
+            pytest.raises(EnvironmentFault, match="501 of the last 501 groups failed"),
+            failures.group(asyncio.Event()),
+        ):
+            raise OSError("down")
 
 
 def test_what_the_engine_fails_or_loses_is_counted_but_does_not_end_the_run() -> None:

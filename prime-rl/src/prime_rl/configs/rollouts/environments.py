@@ -113,8 +113,9 @@ class EnvConfig(BaseConfig):
 
     max_failed_groups: Fraction = 0.5
     """End the run if more than this fraction of the last 32 groups of this environment failed, all of the first 8, or
-    all of a shorter run. A group fails if the environment or one of its reward functions raises, calls `sys.exit` or
-    gives no finite reward, if its process ends, or after `timeout_s`. 1 leaves it to the limit on failures in a row."""
+    all of a shorter run; those that still run count as good. A group fails if the environment or one of its reward
+    functions raises, calls `sys.exit` or gives no finite reward, if its process ends, or after `timeout_s`. 1 leaves it
+    to the limit on failures in a row."""
 
     timeout_s: Seconds | None = None
     """Longest time of a group of rollouts with its scoring, in seconds. A group that takes longer fails and is repeated

@@ -14,7 +14,7 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout
 from prime_rl.orchestrator.workers.inside.reward_records import MAX_TRACEBACK_CHARS, MAX_TRACEBACK_LINES
 
 WINDOW = 32
-"""Groups over which the share of failures is taken."""
+"""Groups over which the share of failures is taken. Twice those that run, if that is more."""
 MIN_GROUPS = 8
 """Groups at the start that are enough if all of them failed."""
 MAX_REASONS = 32
@@ -55,8 +55,9 @@ class Failures:
     def __init__(self, env: str, max_share: float) -> None:
         self.env = env
         self.max_share = max_share
-        self._failed: deque[str | None] = deque(maxlen=WINDOW)
+        self._failed: deque[str | None] = deque()
         """Reason of each of the last groups; None for one that did not fail."""
+        self._running = 0
         self._first: dict[str, str] = {}
         """The first error of each reason, with its traceback if there is one."""
         self._groups = 0
@@ -71,8 +72,12 @@ class Failures:
             EnvironmentFault: more than `max_share` of the last `WINDOW` groups failed, or all of the first
                 `MIN_GROUPS`. Other errors of the block pass.
         """
+        self._running += 1
         try:
-            yield
+            try:
+                yield
+            finally:
+                self._running -= 1
         except (EnvironmentFault, JudgeFault):
             raise
         except asyncio.CancelledError as error:
@@ -109,7 +114,7 @@ class Failures:
 
     def _succeed(self) -> None:
         self._groups += 1
-        self._failed.append(None)
+        self._ended(None)
 
     def _fail(self, error: Exception) -> None:
         reason = reason_of(error)
@@ -120,13 +125,22 @@ class Failures:
         if isinstance(error, GroupFailed) and not error.is_of_environment:
             return
         self._first.setdefault(reason, _shown(error))
-        self._failed.append(reason)
+        self._ended(reason)
         self._refuse(MIN_GROUPS)
+
+    def _ended(self, reason: str | None) -> None:
+        self._failed.append(reason)
+        while len(self._failed) > max(WINDOW, 2 * self._running):
+            self._failed.popleft()
 
     def _refuse(self, min_groups: int) -> None:
         count, reasons = len(self._failed), Counter(filter(None, self._failed))
         failed = reasons.total()
-        if not (count == WINDOW or (count >= min_groups and failed == count)) or failed <= self.max_share * count:
+        if not (count >= WINDOW or (count >= min_groups and failed == count)):
+            return
+        # Groups that fail at once end before all others. With many in flight, the first hundreds may all be of those,
+        # so those that still run count as good.
+        if failed <= self.max_share * (count + self._running):
             return
         named = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common(5))
         (first, _), *_ = reasons.most_common()
