@@ -52,7 +52,7 @@ class LoopWatch:
     ) -> None:
         """`modules` are the modules of the environments that run in the loop, by name. `tell` is called in the thread,
         several times for a long block, with the environment's name (empty if it is not known) and what to add."""
-        self._modules = {name: module.replace("-", "_").rpartition("/")[2] for name, module in modules.items()}
+        self._modules = {name: _plain_module(module) for name, module in modules.items()}
         self._tell = tell
         self._delays_s: list[float] = []
         self._blocks: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -178,6 +178,11 @@ class LoopWatch:
             if frames[at - 1].f_code.co_filename == _WRAPPER != frame.f_code.co_filename:
                 return at, only
         return None, ""
+
+
+def _plain_module(module: str) -> str:
+    """The module of `owner/my-environment@1.0` or `my_agents:agent`."""
+    return module.partition("@")[0].partition(":")[0].rpartition("/")[2].replace("-", "_")
 
 
 def _busy_s(native: int) -> float:
