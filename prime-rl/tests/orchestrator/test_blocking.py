@@ -147,7 +147,7 @@ async def test_threads_run_tools_and_leave_a_rubric_that_calls_its_functions_its
 
     here = threading.get_ident()
 
-    def thread(**_) -> float:
+    def thread() -> float:
         """Where it runs."""
         return float(threading.get_ident() != here)
 
