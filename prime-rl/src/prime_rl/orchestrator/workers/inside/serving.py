@@ -57,7 +57,7 @@ def serve_parent(load: Callable[[dict[str, Any]], Any]) -> None:
         connection.sendall(encode({"id": start["id"], "python": sys.version.split()[0], **_versions()}))
         # What is loaded stays. Rollouts make garbage fast, and each full collection would look at all of it.
         gc.freeze()
-        asyncio.run(_serve(served, connection, LoopWatch({"": start["module"]})))
+        asyncio.run(_serve(served, connection, LoopWatch({"": start.get("module", "")})))
     # Threads of the environment must not keep the process alive.
     os._exit(0)
 
