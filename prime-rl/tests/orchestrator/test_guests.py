@@ -339,7 +339,6 @@ async def test_a_daemon_that_keeps_the_connection_open_ends_with_its_process(tmp
         '{"id": 77}',
         "[]",
         "NaN {",
-        '{"id": 0, "value": 1, "loop": 1}',
         pytest.param("[" * 100_000, id="deep"),
     ],
 )
