@@ -20,6 +20,15 @@ from cases import HEADS, LLAMA, Case  # noqa: E402
 from estimate import compared  # noqa: E402
 
 TINY = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 128,
+    "query_pre_attn_scalar": 32,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+BLOCKS = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 256}
 WIDE = TINY | {"vocab_size": 16000}
 HEAD = {"rank": 8, "target_modules": ["q_proj", "lm_head"]}
 BFLOAT16 = {"compute_dtype": "bfloat16"}
@@ -33,7 +42,11 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, adapters", TINY, seq_len=384, settings=BFLOAT16 | {"lora": {"rank": 8}}),
         Case("as on a GPU, an adapter of the head", TINY, seq_len=384, settings=BFLOAT16 | {"lora": HEAD}),
         Case("as on a GPU, rl", TINY, kind="rl", seq_len=384),
+        Case("as on a GPU, mostly blocks", BLOCKS, seq_len=256, settings={"compute_dtype": "float32"}),
+        Case("as on a GPU, mostly blocks, rl", BLOCKS, kind="rl", seq_len=128),
         Case("on a CPU", as_on_gpu=False),
+        Case("on a CPU, gemma3", GEMMA3, as_on_gpu=False, settings={"compute_dtype": "float32"}),
+        Case("on a CPU, gemma3, long", GEMMA3, as_on_gpu=False, seq_len=1024, settings={"compute_dtype": "float32"}),
         Case("on a CPU, mostly attention", HEADS, as_on_gpu=False, seq_len=2048),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],

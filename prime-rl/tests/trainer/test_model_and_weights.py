@@ -91,9 +91,11 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 
         ("gpt_neox", {"rotary_emb_base": 2e4, "rotary_pct": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("qwen3", {"rope_theta": 2e4, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
         ("glm4", {"rope_theta": 2e4, "partial_rotary_factor": 0.25}),
+        # Transformers 4 knows this name only, and takes 128 without it.
+        ("qwen3_moe", {"rope_theta": 2e4, "num_experts": 4}),
     ],
 )
-def test_an_exported_config_names_rotary_settings_as_the_published_one(
+def test_an_exported_config_names_its_settings_as_the_published_one(
     model_type: str, published: dict[str, Any], tmp_path: Path
 ) -> None:
     config = AutoConfig.for_model(model_type, hidden_size=32, num_attention_heads=4, **copy.deepcopy(published))

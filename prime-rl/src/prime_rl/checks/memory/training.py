@@ -53,7 +53,7 @@ def block_activations(
     saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(shape, block, precision, lora)
     if lora is not None:
         saved += sum(size * lora.rank for path in linear_paths(block) if is_target(lora, path))
-    gradients = _LEAN_MLP_GRADIENTS if precision.is_lean else _MLP_GRADIENTS
+    gradients = _LEAN_MLP_GRADIENTS if _has_lean_mlp(shape, block, precision, lora) else _MLP_GRADIENTS
     temporary = size * (gradients * inner + hidden)
     return BlockActivations(saved, size * hidden, temporary)
 
@@ -76,12 +76,27 @@ def is_target(lora: LoRAConfig, path: str) -> bool:
 def _norms(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
     """RMSNorm keeps a float32 copy, the normalized values, and its output where a matrix product reads it."""
     size = precision.compute_bytes
-    inside = size if precision.is_lean else _FLOAT32 + (size if lora is None else 0)
-    total = 0
-    for name, width in _norm_widths(shape, block):
-        feeds_product = width == shape.hidden and "post" not in name
-        total += width * (inside + size * feeds_product)
-    return total
+    inside = size if has_lean_norms(shape, precision) else _FLOAT32 + (size if lora is None else 0)
+    if str(shape.config.get("model_type")).startswith("gemma"):
+        inside = 2 * _FLOAT32  # its norms round after they are weighted
+    widths = [width for _, width in _norm_widths(shape, block)]
+    # Two feed attention and the dense layer; those after them, which some families have too, feed a sum.
+    feeding = min(2, widths.count(shape.hidden))
+    return sum(widths) * inside + feeding * shape.hidden * size
+
+
+def has_lean_norms(shape: ModelShape, precision: Precision) -> bool:
+    """Whether `use_lean_norms` replaces the norms: Gemma adds 1 to their weights, the others have no RMSNorm."""
+    kind = str(shape.config.get("model_type"))
+    return precision.is_lean and not kind.startswith("gemma") and kind not in ("olmo", "starcoder2")
+
+
+def _has_lean_mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> bool:
+    """Whether `use_lean_mlps` replaces the dense layer: SwiGLU without adapters and dropout."""
+    kind = str(shape.config.get("model_type"))
+    activation = shape.config.get("hidden_activation") or shape.config.get("hidden_act") or "silu"
+    is_swiglu = activation == "silu" and not kind.startswith("gemma") and kind != "seed_oss"
+    return precision.is_lean and lora is None and is_swiglu and "mlp.gate_proj.weight" in block
 
 
 def _norm_widths(shape: ModelShape, block: Tensors) -> list[tuple[str, int]]:
@@ -105,8 +120,7 @@ def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConf
     """Gate, its activation, up, and their product; lean layers recompute two of the four."""
     names = " ".join(block)
     is_gated = "gate_proj" in names or "gate_up_proj" in names or ".experts." in names
-    has_lean_mlp = precision.is_lean and lora is None and "mlp.gate_proj" in names
-    kept = (2 if has_lean_mlp else 4) if is_gated else 2
+    kept = (2 if _has_lean_mlp(shape, block, precision, lora) else 4) if is_gated else 2
     # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
     is_sparse = any(len(size) == 3 for size in block.values())
     copies = 2 * shape.hidden * _experts_per_token(shape) if is_sparse else 0
@@ -237,7 +251,7 @@ BLOCK_QUERIES, BLOCK_SCORES = 128, 2**24
 _BLOCK_RESULTS = 3
 """Probabilities, their gradients and those of the scores."""
 _INFLIGHT_BLOCKS = 2
-"""Gathered blocks: the one that runs, and the next one."""
+"""Gathered blocks: the one that runs, and the next one. A single shard is copied when its block runs."""
 
 
 @dataclass(frozen=True)
@@ -312,10 +326,13 @@ class Training:
         trains_head = lora is None or any(_is_saved(lora, name) for name in self.shape.root if "norm" not in name)
         return make(self.shape, self.model, self.row_tokens, self.compute_bytes, self.device == "cpu", trains_head)
 
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.compute_bytes, self.device == "cpu" and self.model.compile is None)
+
     @cached_property
     def blocks(self) -> list[BlockActivations]:
-        precision = Precision(self.compute_bytes, self.device == "cpu" and self.model.compile is None)
-        return [block_activations(self.shape, block, precision, self.model.lora) for block in self.shape.blocks]
+        return [block_activations(self.shape, block, self.precision, self.model.lora) for block in self.shape.blocks]
 
 
 def peak_memory(training: Training) -> Parts:
@@ -379,7 +396,7 @@ def _activations(training: Training) -> tuple[int, int]:
 
 
 def _final_norm(training: Training) -> int:
-    is_lean = training.device == "cpu" and training.model.compile is None
+    is_lean = has_lean_norms(training.shape, training.precision)
     inside = training.compute_bytes if is_lean else 4 + training.compute_bytes
     return training.shape.hidden * (inside + (training.compute_bytes if is_lean else 0))
 
@@ -400,16 +417,29 @@ def _at_loss(training: Training) -> Parts:
 
 
 def _in_backward(training: Training) -> Parts:
-    """When the backward pass begins, in the last block."""
+    """In the last block, where the backward pass begins, or later, while that block's gradients are summed.
+
+    By then its activations are freed.
+    """
     activations, recomputed = _activations(training)
     temporary = max(block.temporary for block in training.blocks) * training.row_tokens
-    temporary = max(temporary, _attention_temporaries(training))
-    buffers = _gathered(training) + (0 if training.keeps_gathered else _block_buffers(training))
+    temporary = max(temporary, _attention_temporaries(training)) + recomputed
+    gathered = later = 0
+    if not training.keeps_gathered:
+        largest = max(training.shape.blocks, key=count)
+        lora, size = training.model.lora, training.compute_bytes
+        trained = count(largest) if lora is None else _adapters(training.shape.blocks[0], lora)
+        # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
+        computing = temporary + size * (max(map(prod, largest.values())) if lora is None else 0)
+        freed = 0 if training.model.ac is not None else training.blocks[-1].saved * training.row_tokens
+        summed = training.reduce_bytes * trained
+        later = max(size * trained, computing if training.shape.layers > 1 else 0) + summed - freed
+        temporary, gathered = computing, count(largest) * size * (_INFLIGHT_BLOCKS if training.shards > 1 else 1)
     return {
         **_persistent(training),
-        "activations": activations + recomputed + temporary,
+        "activations": activations + max(temporary, later),
         "logits": training.loss.kept,
-        "buffers": buffers,
+        "buffers": _gathered(training) + gathered,
     }
 
 
@@ -427,14 +457,6 @@ def _attention_temporaries(training: Training) -> int:
     outputs = heads * training.row_tokens * size * (shape.value_dim + shape.key_dim)
     keys_and_values = shape.kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)
     return _BLOCK_RESULTS * scores + outputs + keys_and_values
-
-
-def _block_buffers(training: Training) -> int:
-    """Gathered weights of a block and of the next one, its gradients, and those of the last one, which are summed."""
-    largest = max(map(count, training.shape.blocks))
-    trained = largest if training.model.lora is None else _adapters(training.shape.blocks[0], training.model.lora)
-    gathered = largest * training.compute_bytes * _INFLIGHT_BLOCKS
-    return gathered + trained * (training.compute_bytes + training.reduce_bytes)
 
 
 def _at_end(training: Training) -> Parts:

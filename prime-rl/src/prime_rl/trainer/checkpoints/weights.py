@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -204,24 +204,29 @@ def add_older_keys(config: dict[str, Any]) -> None:
     """
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]
+    kind = str(config.get("model_type"))
+    # 5 has one name for the number of experts, under which Qwen3-MoE in 4 does not look: it takes its default, 128.
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    if names.get("num_experts") == "num_local_experts" and "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
     rope = config.get("rope_parameters") or {}
     # Models with a set for each kind of layer, as Gemma 3, have other names in 4.
     if "rope_theta" not in rope:
         return
-    names = _GPT_NEOX_NAMES if str(config.get("model_type")).startswith("gpt_neox") else {}
+    names = _GPT_NEOX_NAMES if kind.startswith("gpt_neox") else {}
     elsewhere = {"rope_theta", "partial_rotary_factor"}
     config |= {names.get(key, key): rope[key] for key in elsewhere & rope.keys()}
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
+    rotary = rope.get("rope_type", "default")
+    if rotary == "default":
         return
     # Classes of 4 count the keys: Phi-3 takes three, and OLMo two. So the type has one name, and no value is repeated.
-    if "type" in rope or kind == "longrope":
+    if "type" in rope or rotary == "longrope":
         elsewhere |= {"rope_type", "type"}
-    if kind == "longrope" and "original_max_position_embeddings" in config:
+    if rotary == "longrope" and "original_max_position_embeddings" in config:
         elsewhere.add("original_max_position_embeddings")
     config["rope_scaling"] = {key: value for key, value in rope.items() if key not in elsewhere}
     if "rope_type" in elsewhere:
-        config["rope_scaling"]["type"] = kind
+        config["rope_scaling"]["type"] = rotary
 
 
 def _change_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
