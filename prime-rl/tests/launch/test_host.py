@@ -28,7 +28,6 @@ from prime_rl.launch import LocalHost, ProcessSpec, Supervisor
 root = Path(sys.argv[1])
 children = json.loads(sys.argv[2])
 with LocalHost() as host:
-    host.remove_if_killed(root / "scratch")
     (root / "launch").write_text(str(host.directory))
     specs = [
         ProcessSpec(name, (sys.executable, "-c", code), root / f"{name}.log", completes_run=name == "trainer",
@@ -105,8 +104,6 @@ class Launch:
         """Start and wait until every child is ready, or `ready` of them: one that ends early stops the others."""
         self.names = tuple(children)
         os.mkfifo(self.root / "pipe")
-        (self.root / "scratch").mkdir()
-        (self.root / "scratch" / "kernel.bin").touch()
         self.descriptor = os.open(self.root / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(self.root), json.dumps(children), str(grace_s)],
@@ -199,7 +196,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) 
     assert launch.process.returncode == 143
 
 
-def test_a_launcher_that_is_killed_leaves_no_process_and_no_scratch(launch: Launch) -> None:
+def test_a_launcher_that_is_killed_leaves_no_process_and_no_directory(launch: Launch) -> None:
     launch.start({"inference": WITH_DAEMON, "orchestrator": LIKE_TORCHRUN, "trainer": SAVING})
     ends = launch.descendants()
     launch.process.kill()
@@ -207,7 +204,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_scratch(launch: Laun
     for end in ends:
         select.select([end], [], [])
         os.close(end)
-    assert not (launch.root / "scratch").exists()
+    assert launch.runtime_files() == []
 
 
 KILLED = {
@@ -226,7 +223,6 @@ def test_whoever_is_killed_nothing_is_left(launch: Launch, killed: str) -> None:
         os.kill(pid, signal.SIGKILL)
     assert launch.rest_of_pipe() == "saved\n"
     launch.wait_until_quiet()
-    assert not (launch.root / "scratch").exists()
     assert launch.runtime_files() == []
 
 
@@ -274,7 +270,6 @@ def test_what_outlives_launcher_guard_and_children_ends_with_the_next_launch(lau
     assert following.stderr == "ended 1 processes of a launch that was killed earlier\n"
     assert launch.rest_of_pipe() == ""
     assert launch.runtime_files() == []
-    assert not (launch.root / "scratch").exists()
 
 
 def test_the_next_launch_spares_a_live_one_and_whoever_got_the_id_of_a_dead_child(launch: Launch) -> None:
@@ -313,7 +308,6 @@ def test_a_run_that_is_complete_ends_well_and_stops_what_served_it(launch: Launc
     launch.start({"inference": WITH_DAEMON, "trainer": DONE}, ready=1)
     assert launch.rest_of_pipe() in ("", "ready\n")
     assert launch.process.wait() == 0
-    assert (launch.root / "scratch").exists(), "only the guard of a killed launcher removes it"
 
 
 def test_sigusr1_reaches_the_worker_and_spares_the_parent_that_would_die_of_it(launch: Launch) -> None:

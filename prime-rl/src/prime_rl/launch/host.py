@@ -104,7 +104,7 @@ class LocalHost:
     """Runs children of this process, each in its own session.
 
     A context manager for the main thread. Inside it, signals to this process become events. If this process is killed,
-    a guard process stops the children and removes scratch directories (`launch/reaper.py`). No process is left on exit.
+    a guard process stops the children (`launch/reaper.py`). No process is left on exit.
     """
 
     def __init__(self, held_by_guard: tuple[int, ...] = ()) -> None:
@@ -169,10 +169,6 @@ class LocalHost:
     def report(self, event: Event) -> None:
         """Have `next_event` return this event, too."""
         self._events.put(event)
-
-    def remove_if_killed(self, directory: Path) -> None:
-        """Have a directory removed if this process is killed."""
-        reaper.note(self.directory, scratch=str(directory))
 
     def start(self, spec: ProcessSpec) -> None:
         inherited = os.environ if spec.gets_service_keys else without_service_keys(os.environ)

@@ -195,7 +195,7 @@ def _boot() -> str:
 
 
 def note(directory: Path, **fact: object) -> None:
-    """Append a line to a launch's record: `leader`, `scratch` (a directory to remove) or `lock` (a file to hold)."""
+    """Append a line to a launch's record: `leader` or `lock` (a file to hold)."""
     with (directory / RECORD).open("a") as record:
         record.write(json.dumps(fact) + "\n")
 
@@ -211,15 +211,13 @@ def _facts(directory: Path, name: str) -> list[object]:
 
 
 def clean_up(directory: Path, at_once: bool) -> set[int]:
-    """End what is left of a launch whose launcher is gone, remove its directories, and return the ids found.
+    """End what is left of a launch whose launcher is gone, remove its directory, and return the ids found.
 
     With `at_once` the launcher has only just ended, so that the ids of its children still mean them and their sessions.
     Later they count only if the same processes are alive.
     """
     leaders = [Leader(*fields) for fields in _facts(directory, "leader") if isinstance(fields, list)]
     found = end(str(directory), [each.pid for each in leaders if at_once or each.is_alive], GUARD_GRACE_S)
-    for scratch in _facts(directory, "scratch"):
-        shutil.rmtree(str(scratch), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
     return found
 
