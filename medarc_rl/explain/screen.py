@@ -14,6 +14,7 @@ from prime_rl.configs.surface.resuming import rule_for
 from prime_rl.utils.pydantic_config import BaseSettings
 from prime_rl.utils.pydantic_config.describe import bounds_text, default_text, field_doc, type_text, value_text
 from prime_rl.utils.tables import KeyPath
+from prime_rl.utils.terminal import shortened
 
 MAX_KEY_CHARS, MAX_VALUE_CHARS = 52, 40
 
@@ -97,10 +98,6 @@ def _component_key(component: str, path: KeyPath) -> tuple[str, str]:
     if component == "rl" and names[0] in ("trainer", "orchestrator", "inference"):
         return names[0], ".".join(names[1:])
     return component, ".".join(names)
-
-
-def shortened(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def as_json(values: Iterable[Explained]) -> dict[str, Any]:

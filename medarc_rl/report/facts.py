@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import OURS, Explained, Setting
-from medarc_rl.explain.screen import differences, shortened
+from medarc_rl.explain.screen import differences
 from medarc_rl.explain.sources import NAME as ORIGINS
 from medarc_rl.explain.sources import Source
 from medarc_rl.report.charts import Chart, Group, Line, Section, Series, Table, chart_of, short, without_start
@@ -35,7 +35,7 @@ from prime_rl.utils.logger import count_of
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.pydantic_config.describe import value_text
 from prime_rl.utils.tables import leaves
-from prime_rl.utils.terminal import cut_inside
+from prime_rl.utils.terminal import cut_inside, shortened
 
 # The top of the page: tiles for one run, a table for several
 

@@ -85,6 +85,10 @@ def stream_behind(stream: TextIO) -> TextIO:
     return stream.rich_proxied_file if isinstance(stream, TextOnly) else stream
 
 
+def shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
 def say(line: str) -> None:
     """Write a line to stdout at once, even if stdout is a file."""
     sys.stdout.write(f"{line}\n")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from prime_rl.utils.terminal import shortened
 from prime_rl.watch.facts import LOSS, PART, Doing, Figure, Overview, Reader, as_json
 from prime_rl.watch.progress import RunProgress, clock, shown_clock, sparkline, steps_words
 
@@ -129,7 +130,7 @@ class _figures:
         room = min(SPARK_CHARS, width - of_label - of_first - of_last - 8)
         return [
             Text.assemble(
-                (f"{_cut(each.label, of_label):<{of_label}}", "bold" if number == 0 else ""),
+                (f"{shortened(each.label, of_label):<{of_label}}", "bold" if number == 0 else ""),
                 (f"  {first:>{of_first}} → ", "dim"),
                 (f"{last:>{of_last}}", "bold"),
                 "  ",
@@ -137,10 +138,6 @@ class _figures:
             )
             for number, (each, first, last) in enumerate(zip(self.figures, firsts, lasts, strict=True))
         ]
-
-
-def _cut(text: str, chars: int) -> str:
-    return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
 def _thinned(values: Sequence[float], most: int) -> list[float]:
@@ -169,7 +166,7 @@ def _evaluation(overview: Overview, width: int) -> list[Text]:
         total = "" if each.total is None else f"/{each.total:,}"
         scores = "  ".join(f"{name} {value:.3f}" for name, value in each.scores.items())
         line = Text.assemble(
-            (f"{_cut(each.env, label):<{label}}", "bold"), f"  {each.weights}  {each.done:,}{total} rollouts"
+            (f"{shortened(each.env, label):<{label}}", "bold"), f"  {each.weights}  {each.done:,}{total} rollouts"
         )
         lines.append(line.append(f"  {scores}" if scores else "", style="green"))
     if overview.rows:
