@@ -1,6 +1,6 @@
 """Masks of TRL, axolotl and LLaMA-Factory for the formats that they read, which benchmarks/sft/peer_masks.py wrote.
 
-Where ours differ, `docs/data.md` says how and why.
+Where ours differ, `docs/sft.md` says how.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,6 +20,7 @@ from prime_rl.checks.chat_templates import CHATML
 from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, special_ids
+from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 from prime_rl.trainer.sft.resume import date_of_templates, fingerprint_of
 from prime_rl.utils.rows import read_file
 
@@ -97,6 +99,16 @@ def test_a_conversation_has_the_same_tokens_from_every_file_and_on_the_server(
             path = tmp_path / f"{name.replace(' ', '_')}{kind}"
             write(path, row)
             seen[name][kind] = sample_of(tokenizer, read_file(path)[0]).token_ids.tolist()
+        # A folder of `save_to_disk`, and one as hub datasets have it, loaded and streamed.
+        place = tmp_path / name.replace(" ", "_")
+        datasets.Dataset.from_list([row]).save_to_disk(str(place / "saved"))
+        (place / "hub" / "data").mkdir(parents=True)
+        (place / "hub" / "README.md").write_text("# A card")
+        WRITERS[".parquet"](place / "hub" / "data" / "train-00000-of-00001.parquet", row)
+        for kind in ("saved", "hub"):
+            config = SFTDataConfig(name=str(place / kind))
+            for how, read in (("loaded", load_rows(config)[0]), ("streamed", next(stream_rows(config))())):
+                seen[name][f"{kind}, {how}"] = sample_of(tokenizer, read).token_ids.tolist()
     differing = {name: sorted(of) for name, of in seen.items() if len({tuple(ids) for ids in of.values()}) > 1}
     # On the server, the answer is sampled after its header; here a run of line feeds crosses that place.
     assert set(differing) <= {"blanks"}

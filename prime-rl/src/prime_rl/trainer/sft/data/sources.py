@@ -27,7 +27,7 @@ from prime_rl.trainer.sft.data.messages import check_columns, renamed
 from prime_rl.utils.conversations import PlainText, RowFault, read_row
 from prime_rl.utils.errors import RowFileError, StartFault
 from prime_rl.utils.logger import count_of
-from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file
+from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file, without_fills
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
@@ -182,6 +182,13 @@ class JoinedRows(RowList):
         return self.parts[at], index - (self.ends[at - 1] if at else 0)
 
 
+class ColumnarRows(RowList):
+    """Rows of `datasets`, which gives all nested objects of a column the same keys, as Arrow does."""
+
+    def __getitem__(self, index: int) -> Row:
+        return without_fills(self.rows[index])
+
+
 class ChosenRows(RowList):
     """Some rows of a list."""
 
@@ -295,9 +302,9 @@ def _load_part(part: Part) -> RowList:
 
 def _load_rows(part: Part) -> RowList:
     if part.is_saved:
-        return RowList(_load_saved(part), str(part))
+        return ColumnarRows(_load_saved(part), str(part))
     if not part.files:
-        return RowList(_load_from_hub(part, streaming=False), str(part))
+        return ColumnarRows(_load_from_hub(part, streaming=False), str(part))
     with _told():
         if len(part.files) == 1:
             return read_file(part.files[0])
@@ -333,12 +340,11 @@ def _renamed_reading(reading: StreamedRow, config: RowFormatConfig) -> Row:
 
 def _readings(part: Part) -> Iterator[StreamedRow]:
     if part.is_saved:
-        rows = _load_saved(part)
-        places = RowList(rows, str(part))
-        yield from (StreamedRow(partial(rows.__getitem__, at), places.where(at)) for at in range(len(rows)))
+        rows = ColumnarRows(_load_saved(part), str(part))
+        yield from (StreamedRow(partial(rows.__getitem__, at), rows.where(at)) for at in range(len(rows)))
     elif not part.files:
-        rows = _load_from_hub(part, streaming=True)
-        yield from (StreamedRow(partial(dict, row), f"{part}, row {at}") for at, row in enumerate(rows))
+        stream = _load_from_hub(part, streaming=True)
+        yield from (StreamedRow(partial(without_fills, row), f"{part}, row {at}") for at, row in enumerate(stream))
     else:
         for file in part.files:
             with _told():
