@@ -287,7 +287,9 @@ ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 )
 def test_no_value_of_a_config_acts_on_the_terminal(words: str, tmp_path: Path) -> None:
     file = tmp_path / "sft.toml"
-    file.write_text(f"max_steps = 5\n[model]\nname = {json.dumps(HOSTILE)}\n[data]\nname = {json.dumps(HOSTILE)}\n")
+    file.write_text(
+        f"max_steps = 5\n[model]\nname = {json.dumps(HOSTILE)}\n[data]\nseq_len = 128\nname = {json.dumps(HOSTILE)}\n"
+    )
     argv = [BIN / "medarc_train", *words.format(file=file, out=tmp_path / "out").split()]
     # A terminal in Latin-1 takes the rest, too.
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}

@@ -215,7 +215,7 @@ def test_a_slow_start_rare_values_and_passes_are_shown_for_what_they_are(tmp_pat
 
 
 def test_defaults_of_a_section_that_one_run_has_are_folded(tmp_path: Path) -> None:
-    config = 'max_steps = 80\n[model]\nname = "m"\n[data]\nname = "a"\n'
+    config = 'max_steps = 80\n[model]\nname = "m"\n[data]\nname = "a"\nseq_len = 128\n'
     make_run(tmp_path / "a", "sft", config=config)
     make_run(tmp_path / "b", "sft", config=f"{config}[model.lora]\nrank = 4\n[optim]\nlr = 0.5\n")
     assert report(tmp_path / "a", tmp_path / "b", "--out", str(tmp_path / "out")).exit_code == 0

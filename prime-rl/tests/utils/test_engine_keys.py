@@ -63,7 +63,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(NotPrivate, match="belongs to user 65534"):
         private_directory(theirs)
-    sft = "max_steps = 1\n[model]\nname = 'a'\n[data]\nname = 'fake'\n"
+    sft = "max_steps = 1\n[model]\nname = 'a'\n[data]\nname = 'fake'\nseq_len = 128\n"
     (tmp_path / "sft.toml").write_text(sft)
     words = [sys.executable, "-m", "prime_rl.entrypoints.sft", "@", "sft.toml", "--output_dir", "out"]
     env = os.environ | {"PRIME_RL_RUNTIME_DIR": str(theirs)}
