@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prime_rl.launch.spec import ProcessSpec
+from prime_rl.utils.files import naming
 from prime_rl.utils.logger import readable
 from prime_rl.utils.terminal import cut_inside
 
@@ -53,7 +54,8 @@ def opened_for_attempt(spec: ProcessSpec) -> Iterator[tuple[BinaryIO, int]]:
     with spec.log.open("ab", buffering=0) as log:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         attempt = "" if spec.attempt is None else f" attempt {spec.attempt},"
-        log.write(f"{HEAD}{attempt} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
+        with naming(spec.log):  # the disk may be full
+            log.write(f"{HEAD}{attempt} {spec.name} started {started}: {shlex.join(spec.argv)}\n".encode())
         yield log, log.tell()
 
 

@@ -133,4 +133,4 @@ class VerifiersWorker:
         return ""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        await self.served.close()

@@ -62,9 +62,11 @@ def load(start: Mapping[str, Any]) -> Served:
         else:  # until verifiers 0.1.8
             for name, value in attributes.items():
                 setattr(env, name, value)
-        if start.get("threads"):
-            use_threads(env, ThreadPoolExecutor(start["threads"], "environment"))
-        return Served(env)
+        if not start.get("threads"):
+            return Served(env)
+        threads = ThreadPoolExecutor(start["threads"], "environment")
+        use_threads(env, threads)
+        return Served(env, threads)
     except Exception as error:  # an environment's own code may raise anything
         if (words := wrong_type(error)) is not None:
             raise WrongType(words) from error
@@ -94,8 +96,9 @@ def _is_of_verifiers(owner: Any, name: str) -> bool:
 class Served:
     """A loaded environment, and the groups that it runs."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, threads: Executor | None = None) -> None:
         self.env = env
+        self._threads = threads
         self.rubric = getattr(env, "rubric", None)
         contain_exits(env)
         record_reward_errors(self.rubric)
@@ -173,7 +176,9 @@ class Served:
         """Nothing ends the process."""
 
     async def close(self) -> None:
-        """Nothing outlives the process."""
+        """Let the threads end. One that waits for something ends later."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
     async def _generated(
         self, inputs: list[dict[str, Any]], client: Any, model: str, sampling_args: dict[str, Any]
