@@ -87,9 +87,10 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "gemma4_unified_assistant glm_moe_dsa kimi_linear longcat_flash mpt zamba zamba2 zaya".split()
     ),
     "Models with images or sound": tuple(
-        "aria_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
-        "musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp".split()
+        "aria_text emu3 fuyu gemma3n gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
+        "musicgen_melody phi4_multimodal qwen4_exp".split()
     ),
+    "Checkpoints with a vision tower, described above": ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"),
 }
 
 

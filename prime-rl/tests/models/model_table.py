@@ -17,6 +17,7 @@ from model_cases import LEFT_OUT, ORIGINAL_CONTEXT, SEQ_LEN, VOCABULARY, WINDOW,
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from prime_rl.checks.model_description import SEPARABLE_FAMILIES
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -69,6 +70,12 @@ Length-dependent rotary frequencies (longrope, dynamic NTK) are those of the run
 the trainer, `inference.model.max_model_len` in the engine. An RL run in which the two differ in effect is refused.
 
 RL trains without dropout and router jitter. SFT applies those of the model's config, and `model.lora.dropout`.
+
+Of a checkpoint with a vision tower, the language part is trained alone, and the tower stays on the disk. An export is
+the whole checkpoint again: the same class, names and processor files, the tower's tensors bit for bit. The families are
+{", ".join(sorted(SEPARABLE_FAMILIES))}. The embedded engine
+serves the language part too, except where its layers are no attention (lfm2_vl, qwen3_5, qwen3_5_moe). Images in the
+data, and adapters of these models, are not supported yet.
 
 Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
 loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.

@@ -47,6 +47,23 @@ CAUSAL_FAMILIES = frozenset(
 )
 """Model types of which Transformers has a causal language model. Asking Transformers takes seconds."""
 
+SEPARABLE_FAMILIES = frozenset(
+    "gemma3 gemma4 idefics3 internvl lfm2_vl llava mistral3 qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl "
+    "smolvlm".split()
+)
+"""Model types with a vision tower whose language part, run alone as the causal class of its config, has the logits of
+the whole on text. Tests compare them."""
+
+PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+"""Language parts without a causal class of their own, and the model that they are on text, where the three positions of
+multimodal rotary embeddings are equal."""
+
+_LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES | PLAIN_LANGUAGE_PARTS.keys()
+
 _UNTRAINED = frozenset(
     # Their heads change the logits, or have no list of decoder blocks below them.
     "hrm_text inkling_text llama4_text modernbert-decoder recurrent_gemma xlstm "
@@ -154,8 +171,10 @@ class ModelDescription:
             return fault
         if self._brings_code:
             return None if trusts_code else f"{self.class_name} comes with code: set trust_remote_code = true to run it"
-        if self.family and self.family not in CAUSAL_FAMILIES:
+        if self.family and self.family not in _LANGUAGE_MODELS:
             return f"Transformers has no causal language model of type {self.family!r}; {_LIST}"
+        if self.is_nested and (fault := ModelDescription(self.language_part).training_fault(seq_len)):
+            return fault
         if self.family in _UNTRAINED or self._changes_with_length(seq_len):
             long = f" for sequences of {seq_len} tokens" if self._changes_with_length(seq_len) else ""
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
@@ -165,10 +184,21 @@ class ModelDescription:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""
         if fault := quantization_fault(self.setting("quantization_config")):
             return fault
-        if self.is_nested or self.towers:
+        if (self.is_nested or self.towers) and not self.has_known_language_part:
             read = " and ".join(dict.fromkeys(_reads(key) for key in self.towers)) or "more than text"
             return f"{self.class_name} reads {read}, which is not supported yet: name a model for text alone"
         return None
+
+    @property
+    def has_known_language_part(self) -> bool:
+        """Whether the language model is one part of several and runs alone as it does in the whole."""
+        return self.is_nested and self.family in SEPARABLE_FAMILIES and "vision_config" in self.config
+
+    def adapter_fault(self) -> str | None:
+        """Why the trainer cannot train adapters of the model; None if nothing in its config says so."""
+        if not self.has_known_language_part:
+            return None
+        return f"adapters of {self.class_name} are not supported yet: train all weights of its language part"
 
     def embedded_fault(self, max_model_len: int | None = None) -> str | None:
         """Why the embedded engine refuses the model; None if nothing in its config says so."""
@@ -177,11 +207,11 @@ class ModelDescription:
 
     def _embedded_reason(self, max_model_len: int | None) -> str | None:
         text, family = self.language_part, str(self.language_part.get("model_type") or "")
-        if self.is_nested or self.towers:
+        if (self.is_nested or self.towers) and not self.has_known_language_part:
             return f"{self.class_name}, which reads {_reads(self.towers[0]) if self.towers else 'more than text'}"
         if self._brings_code:
             return None
-        if self.family and self.family not in CAUSAL_FAMILIES:
+        if self.family and self.family not in _LANGUAGE_MODELS:
             return f"models of type {self.family!r}, which are no causal language models in Transformers"
         if others := self.layer_kinds - DECODED_LAYERS:
             return f"layers of type {', '.join(sorted(others))}"
@@ -217,6 +247,11 @@ def quantization_fault(settings: Any) -> str | None:
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     how = f" ({method})" if method else ""
     return f"its weights are quantized{how}, which training does not support: use its version in bfloat16 or float32"
+
+
+def is_of_tower(tensor: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to a tower, as `model.vision_tower.post_layernorm.bias`."""
+    return any(part.startswith(word) for part in tensor.split(".") for word in _TOWERS)
 
 
 def _reads(key: str) -> str:

@@ -18,8 +18,6 @@ from prime_rl.utils.files import missing_advice
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_READS_IMAGES = "qwen/qwen3-vl"
-"""Start of hub ids that PRIME-RL trains with images, in lower case. They are refused before anything is downloaded."""
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -30,8 +28,9 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     description = describe(model.name, start)
     if description is not None and (fault := description.training_fault(model.seq_len, model.trust_remote_code)):
         return fault
-    if model.name.lower().startswith(_READS_IMAGES):
-        return f"{model.name} reads images, which is not supported yet: name a model for text alone"
+    has_adapter = model.lora is not None or model.adapter is not None
+    if has_adapter and description is not None and (fault := description.adapter_fault()):
+        return fault
     return None if model.debug.random_init else model_fault(model.name, start)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
-from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.model_description import ModelDescription, is_of_tower
 from prime_rl.checks.model_files import read_config
 from prime_rl.utils.errors import StartFault
 
@@ -269,7 +269,9 @@ class ModelShape:
         if folder is None:
             raise StartFault(f"not in the local cache: run `hf download {name} config.json` first")
         config = with_usual_names(read_config(folder))
-        tensors = _stacked(tensor_shapes(folder)) or tensors_of_config(config)
+        # The language part of a checkpoint of several parts is trained alone.
+        held = {name: shape for name, shape in tensor_shapes(folder).items() if not is_of_tower(name)}
+        tensors = _stacked(held) or tensors_of_config(config)
         if is_tied(config):
             tensors = {key: shape for key, shape in tensors.items() if not key.endswith("lm_head.weight")}
         if num_layers is not None:

@@ -28,6 +28,7 @@ from prime_rl.trainer.model.lora import (
     gather_adapter,
     merge_adapter,
 )
+from prime_rl.transport.language_part import PROCESSOR_FILES, part_of
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
@@ -59,7 +60,9 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
             target = wanted if full.is_floating_point() else full.dtype
             # Always a copy: training continues in the tensors of the model.
             state[name] = full.to("cpu", target, copy=True)
-    return dict(revert_weight_conversion(model, state)) if state else {}
+    named = dict(revert_weight_conversion(model, state)) if state else {}
+    part = part_of(model)
+    return named if part is None else part.to_checkpoint(named)
 
 
 def save_weights(
@@ -135,8 +138,10 @@ def write_export(
     marker: str | None = None,
 ) -> None:
     """Write a gathered `export` to `target`, with an empty file `marker`. Reads only the configs of `model`."""
+    part = part_of(model)
     with replacing_directory(target) as scratch:
-        save_weights(export.weights, scratch, config.save_sharded, config.save_format)
+        others = {} if part is None else part.others()
+        save_weights({**others, **export.weights}, scratch, config.save_sharded, config.save_format)
         model_config = copy.deepcopy(model.config)
         model_config.dtype = str(export.dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -144,8 +149,13 @@ def write_export(
             # Transformers unties what the files hold apart, also where the config ties it. vLLM goes by the config.
             model_config.get_text_config().tie_word_embeddings = model_config.tie_word_embeddings = False
         save_code(model, model_config, scratch)
-        model_config.save_pretrained(scratch)
-        _change_json(scratch / "config.json", add_older_keys)
+        if part is None:
+            model_config.save_pretrained(scratch)
+            _change_json(scratch / "config.json", add_older_keys)
+        else:
+            (scratch / "config.json").write_text(json.dumps(part.config(export.dtype), indent=2, sort_keys=True) + "\n")
+            for file in filter(Path.is_file, (part.folder / name for name in PROCESSOR_FILES)):
+                (scratch / file.name).write_bytes(file.read_bytes())
         generation_config = copy.deepcopy(model.generation_config)
         generation_config.use_cache = True
         if generation_config.eos_token_id is None:

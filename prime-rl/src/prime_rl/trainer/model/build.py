@@ -41,6 +41,8 @@ from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
+from prime_rl.transport.language_part import attach, language_config, load_part, part_of
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
@@ -229,13 +231,13 @@ def setup_model(
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model_config = load_model_config(config)
+    model_config, is_part = load_model_config(config)
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     adapt = partial(add_adapters, config=config.lora, compute_dtype=compute_dtype(config, process.device))
     # Only rank 0 reads the weights; the other ranks receive their shards from it.
     built_on = home if process.world_size == 1 else torch.device("cpu")
-    full = adapt(_build_full(config, model_config, options, built_on)) if process.is_main else None
+    full = adapt(_build_full(config, model_config, options, built_on, is_part)) if process.is_main else None
     if full is not None and config.lora is not None and config.lora.path is not None:
         load_adapter(full, Path(config.lora.path))
     if full is not None and process.world_size == 1:
@@ -264,6 +266,7 @@ def setup_model(
     if full is not None:
         # How the files name the weights, and so how an export does. Only a model that was loaded knows.
         model._weight_conversions = getattr(full, "_weight_conversions", None)
+        attach(model, part_of(full))
     model.generation_config = _generation_config(model if full is None else full)
     keep_gradients(model, process)
     enable_scoring(model)
@@ -321,8 +324,10 @@ def leave_dropout_out(model: nn.Module) -> None:
             module.eval()
 
 
-def load_model_config(config: ModelConfig) -> PretrainedConfig:
+def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
+
+    Of a checkpoint of several parts, it is the config of the language part; the second value is True then.
 
     Raises:
         ModelError: there is no model config at `config.name`, or its parts or quantized weights are not
@@ -335,14 +340,19 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
                 load_model_class(model_config, config.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(load_error("model.name", config.name, error)) from error
-    if fault := ModelDescription(model_config.to_dict()).parts_fault():
+    description = ModelDescription(model_config.to_dict())
+    if fault := description.parts_fault():
         raise ModelError(f"model.name = {config.name}: {fault}")
+    if (config.lora is not None or config.adapter is not None) and (fault := description.adapter_fault()):
+        raise ModelError(f"model.name = {config.name}: {fault}")
+    if description.has_known_language_part:
+        model_config = language_config(model_config)
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
         layers = text.num_hidden_layers = min(config.debug.num_layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
-    return model_config
+    return model_config, description.has_known_language_part
 
 
 def freeze_routers(model: nn.Module) -> None:
@@ -373,9 +383,11 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
 
 
 def _build_full(
-    config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device
+    config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device, is_part: bool
 ) -> PreTrainedModel:
     """Build the unsharded model: loaded from `config.name` in host memory, or drawn on `device` from a fixed seed.
+
+    With `is_part`, `config.name` is a checkpoint of several parts, and the model its language part.
 
     A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
     """
@@ -385,9 +397,15 @@ def _build_full(
                 torch.manual_seed(_RANDOM_INIT_SEED)
                 return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
         # The report says what would otherwise be random in silence.
-        loaded: object = AutoModelForCausalLM.from_pretrained(
-            config.name, config=model_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        loaded: object = (
+            load_part(model_config, config.name, options)
+            if is_part
+            else AutoModelForCausalLM.from_pretrained(
+                config.name, config=model_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
         )
+    except StartFault as error:
+        raise ModelError(f"model.name = {config.name}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
         raise ModelError(load_error("model.name", config.name, error) + hint) from error
@@ -485,6 +503,9 @@ def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:
     A model that brings its own code may have none.
     """
     own = getattr(loaded, "generation_config", None)
+    part = part_of(loaded)
+    if part is not None and (part.folder / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(part.folder)
     return own or GenerationConfig.from_model_config(loaded.config)
 
 

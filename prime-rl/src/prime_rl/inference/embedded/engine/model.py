@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from prime_rl.checks.model_description import DECODED_LAYERS
+from prime_rl.checks.model_description import DECODED_LAYERS, ModelDescription
 from prime_rl.checks.model_files import loading_fault
 from prime_rl.inference.embedded.engine.attention import ATTENTION_NAME, PromptBatch, SlotStep, register_slot_attention
 from prime_rl.inference.embedded.engine.cache import KVSlots
@@ -26,7 +26,8 @@ from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, Adap
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.utils.errors import first_line
+from prime_rl.transport.language_part import language_config, load_part
+from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
 Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
@@ -302,19 +303,24 @@ def load_model(
     register_slot_attention()
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch_dtype = auto if dtype == "auto" else getattr(torch, dtype)
+    options = {
+        "dtype": torch_dtype,
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=torch_dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        loaded: object = (
+            load_part(language_config(config), name, options)
+            if ModelDescription(config.to_dict()).has_known_language_part
+            else AutoModelForCausalLM.from_pretrained(
+                name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
         )
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
         raise EngineError("the model has its own attention code, which is not supported") from exc
-    except (OSError, ValueError, ImportError, SafetensorError) as exc:
+    except (OSError, ValueError, ImportError, SafetensorError, StartFault) as exc:
         raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc
     # Transformers annotates only the model.
     model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from prime_rl.inference.model_files import WeightError, mismatch_error, open_checkpoint, refuse_adapter
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
+from prime_rl.transport.language_part import part_of
 from prime_rl.transport.weights import WeightGroup
 from prime_rl.utils.errors import first_line
 
@@ -60,6 +61,9 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: 
         WeightError: a tensor is missing, unexpected, or has another shape, or the tensors are an adapter's.
     """
     refuse_adapter(source)
+    part = part_of(model)
+    if part is not None:
+        tensors = part.from_checkpoint(tensors)
     own = _untied_state(model)
     tied = model.state_dict().keys() - own.keys()
     if tensors.keys() - tied != own.keys():

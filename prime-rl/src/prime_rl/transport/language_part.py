@@ -1,0 +1,173 @@
+"""The language model inside a checkpoint of several parts, such as Gemma 3's: its config and its weights' names.
+
+Trainer and engine run the language part alone, as Transformers' causal class of its config. Files keep the checkpoint's
+names, exports also its other tensors, so that they load as the class that the checkpoint names. A vision tower costs no
+memory: it stays on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from prime_rl.checks.disk import tensor_shapes
+from prime_rl.checks.model_description import PLAIN_LANGUAGE_PARTS, is_of_tower
+from prime_rl.utils.errors import StartFault
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""Files that a checkpoint of several parts has besides those of a language model."""
+_ATTRIBUTE = "_language_part"
+
+
+@dataclass(frozen=True, slots=True)
+class LanguagePart:
+    """Where the weights of a language model are in a checkpoint."""
+
+    folder: Path
+    names: Mapping[str, str]
+    """The checkpoint's name of each of the model's weights. Tied weights that it does not hold are left out."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, folder: Path) -> LanguagePart:
+        """Find the weights of `model`, which may be on the meta device, in the safetensors files of `folder`.
+
+        Raises:
+            StartFault: the files have no such weights, or several.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        held = [name for name in tensor_shapes(folder) if not is_of_tower(name)]
+        own = list(revert_weight_conversion(model, model.state_dict()))  # checkpoints hold stacked experts one by one
+        base = f"{model.base_model_prefix}."
+        in_a_block = next(name.removeprefix(base) for name in own if ".layers.0." in name)
+        starts = [name.removesuffix(in_a_block) for name in held if name.endswith(f".{in_a_block}")]
+        if len(starts) != 1:
+            found = ", ".join(f"{start}{in_a_block}" for start in starts) or "none"
+            raise StartFault(f"expected one weight {in_a_block} of a language model, found {found}")
+        names: dict[str, str] = {}
+        for name in own:
+            # The head stands beside the layers or, in older checkpoints, beside the part that holds them.
+            places = (
+                [starts[0] + name.removeprefix(base)]
+                if name.startswith(base)
+                else [each for each in held if each == name or each.endswith(f".{name}")]
+            )
+            present = [place for place in places if place in held]
+            if len(present) == 1:
+                names[name] = present[0]
+            elif present or name not in model.all_tied_weights_keys:
+                raise StartFault(f"{name} is {', '.join(present) or 'missing'} in the checkpoint")
+        return cls(folder, names)
+
+    def read(self) -> dict[str, Tensor]:
+        """The weights by the model's own names."""
+        own = {held: name for name, held in self.names.items()}
+        return {own[held]: tensor for held, tensor in _tensors(self.folder, own)}
+
+    def others(self) -> dict[str, Tensor]:
+        """The checkpoint's other tensors, such as a vision tower's, by the checkpoint's names."""
+        language = frozenset(self.names.values())
+        return dict(_tensors(self.folder, tensor_shapes(self.folder).keys() - language))
+
+    def to_checkpoint(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights by the checkpoint's names."""
+        return {self.names[name]: tensor for name, tensor in weights.items()}
+
+    def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The language model's weights among `tensors`, by its own names."""
+        own = {held: name for name, held in self.names.items()}
+        return {own[name]: tensor for name, tensor in tensors.items() if name in own}
+
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The checkpoint's `config.json`, with the dtype of an export."""
+        config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        stated = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
+        for each in stated:
+            each.update({key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in each})
+        return config
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model; `config` itself if that is all it describes."""
+    from transformers import AutoConfig
+
+    text = config.get_text_config()
+    if text is not config:
+        if text.model_type in PLAIN_LANGUAGE_PARTS:
+            settings = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+            rope = settings["rope_parameters"]
+            settings["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope")}
+            text = AutoConfig.for_model(PLAIN_LANGUAGE_PARTS[text.model_type], **settings)
+        # The class of the whole model ties the head, if its own config says so.
+        text.tie_word_embeddings = config.tie_word_embeddings
+        text.name_or_path = config.name_or_path
+    return text
+
+
+def attach(model: PreTrainedModel, part: LanguagePart | None) -> None:
+    """Remember that `model` is a part of a checkpoint."""
+    setattr(model, _ATTRIBUTE, part)
+
+
+def part_of(model: PreTrainedModel) -> LanguagePart | None:
+    """The part of a checkpoint that `model` is; None if it is all of it."""
+    part = getattr(model, _ATTRIBUTE, None)
+    assert part is None or isinstance(part, LanguagePart)
+    return part
+
+
+def load_part(
+    config: PretrainedConfig, name: str, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load the language part of a checkpoint. `config` is the part's, `options` are Transformers'.
+
+    Returns:
+        The model, and Transformers' loading report.
+
+    Raises:
+        StartFault: the files do not hold it.
+        OSError: a hub id cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from transformers import AutoModelForCausalLM
+
+    patterns = ["*.safetensors", "*.json", "*.jinja"]
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
+    with torch.device("meta"):
+        blank: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+    part = LanguagePart.of(blank, folder)
+    loaded: Any = type(blank).from_pretrained(
+        None,
+        config=config,
+        state_dict=part.read(),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    model, report = loaded
+    attach(model, part)
+    return model, report
+
+
+def _tensors(folder: Path, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    names = frozenset(wanted)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118 - not a dict
+                if name in names:
+                    yield name, held.get_tensor(name)

@@ -1,0 +1,198 @@
+"""Checkpoints with a vision tower: their language part is trained alone, and exports are whole checkpoints again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from prime_rl.checks.model_description import SEPARABLE_FAMILIES, ModelDescription
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TokenizerConfig, WeightCheckpointConfig
+from prime_rl.inference.embedded.engine.model import load_model
+from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
+from prime_rl.trainer.checkpoints.weights import export_model, gather_weights
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.mesh import Mesh
+
+TOKENS = torch.arange(7, 100, 3)
+TEXT: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128, "pad_token_id": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+VISION: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
+QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 2, "head_dim": 16},
+}
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
+    "gemma3": lambda: tf.Gemma3Config(
+        text_config=TEXT | {"head_dim": 16, "sliding_window": 16}, vision_config=VISION, mm_tokens_per_image=1
+    ),
+    "gemma4": lambda: tf.Gemma4Config(
+        text_config=TEXT | {"head_dim": 16},
+        vision_config=VISION | {"num_key_value_heads": 2, "head_dim": 16},
+        audio_config=None,
+    ),
+    "idefics3": lambda: tf.Idefics3Config(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=VISION, scale_factor=1, image_token_id=3
+    ),
+    "internvl": lambda: tf.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=3,
+    ),
+    "lfm2_vl": lambda: tf.Lfm2VlConfig(
+        text_config=TEXT | {"layer_types": ["conv", "full_attention", "conv"]}, vision_config=VISION, image_token_id=3
+    ),
+    "llava": lambda: tf.LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=VISION | {"model_type": "clip_vision_model"},
+        image_token_index=3,
+    ),
+    "mistral3": lambda: tf.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral", "head_dim": 16},
+        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
+        image_token_index=3,
+    ),
+    "qwen2_vl": lambda: tf.Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": dict(ROPE)},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1},
+        **QWEN_TOKENS,
+    ),
+    "qwen2_5_vl": lambda: tf.Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": dict(ROPE)}, vision_config=QWEN_VISION, **QWEN_TOKENS
+    ),
+    "qwen3_vl": lambda: tf.Qwen3VLConfig(
+        text_config=TEXT | {"head_dim": 16, "rope_parameters": dict(ROPE)},
+        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        **QWEN_TOKENS,
+    ),
+    "qwen3_5": lambda: tf.Qwen3_5Config(text_config=TEXT | LINEAR, vision_config=QWEN_VISION, **QWEN_TOKENS),
+    "qwen3_5_moe": lambda: tf.Qwen3_5MoeConfig(
+        text_config=TEXT | LINEAR | EXPERTS, vision_config=QWEN_VISION, **QWEN_TOKENS
+    ),
+    "smolvlm": lambda: tf.SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=VISION, scale_factor=1, image_token_id=3
+    ),
+}
+
+
+def save_checkpoint(family: str, directory: Path) -> tf.PreTrainedModel:
+    """A tiny checkpoint as on the hub, with random weights everywhere, also where a family starts from ones."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        whole = tf.AutoModelForImageTextToText.from_config(CONFIGS[family]())
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    whole.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    return whole_of(directory)
+
+
+def whole_of(directory: Path) -> tf.PreTrainedModel:
+    """The checkpoint as the class that it names; every tensor is used, and none is missing."""
+    loaded: Any = tf.AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    model, report = loaded
+    assert not any(report.values()), report
+    whole: tf.PreTrainedModel = model.eval()
+    return whole
+
+
+@torch.no_grad()
+def logits_of(whole: tf.PreTrainedModel) -> Tensor:
+    logits: Tensor = whole(input_ids=TOKENS[None]).logits[0]
+    return logits
+
+
+def scored(model: tf.PreTrainedModel) -> Tensor:
+    """Logits of two copies in one packed row; those of the second."""
+    positions = torch.arange(len(TOKENS)).repeat(2)[None]
+    with torch.no_grad():
+        logits: Tensor = score_tokens(model, TOKENS.repeat(2)[None], positions, lambda hidden, head: head(hidden))
+    return logits[len(TOKENS) :]
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_the_language_part_is_trained_alone_and_exported_in_the_whole(
+    family: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    start, export = tmp_path / "start", tmp_path / "export"
+    whole = save_checkpoint(family, start)
+    config = ModelConfig(name=str(start), attn="sdpa", seq_len=128)
+    model = setup_model(config, mesh)
+    assert not any("vis" in name for name, _ in model.named_parameters())
+    torch.testing.assert_close(scored(model), logits_of(whole), rtol=1e-4, atol=1e-5)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward pass, weights stay gathered
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    tokenizer = setup_tokenizer(TokenizerConfig(name=str(tiny_model_dir)), config)
+    export_model(model, tokenizer, export, WeightCheckpointConfig(), torch.float32)
+    before, after = (load_file(directory / "model.safetensors") for directory in (start, export))
+    assert before.keys() == after.keys()
+    sent = gather_weights(model, torch.float32)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    unchanged = {name for name in sent.keys() - changed if not name.endswith("layer_scalar")}  # Gemma 4's is a buffer
+    assert (unchanged, changed <= sent.keys()) == (set(), True), "the language part changes, and nothing else"
+    torch.testing.assert_close(logits_of(whole_of(export)), scored(model), rtol=1e-4, atol=1e-5)
+    own, written = (json.loads((directory / "config.json").read_text()) for directory in (start, export))
+    assert own == written
+    assert (export / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
+
+    if ModelDescription(own).embedded_fault() is None:
+        served, _ = load_model(str(start), "float32", torch.device("cpu"))
+        load_weights(served, sent, export)
+        exported, _ = load_model(str(export), "float32", torch.device("cpu"))
+        pairs = zip(served.parameters(), exported.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        load_weights(served, read_weights(export), export)
+
+
+def test_every_separable_family_is_compared() -> None:
+    assert CONFIGS.keys() == SEPARABLE_FAMILIES
+    described = {family: ModelDescription(make().to_dict()) for family, make in CONFIGS.items()}
+    assert {family for family, found in described.items() if found.training_fault() is not None} == set()
+    decoded = {family for family, found in described.items() if found.embedded_fault() is None}
+    assert decoded == SEPARABLE_FAMILIES - {"lfm2_vl", "qwen3_5", "qwen3_5_moe"}
+
+
+def test_adapters_of_a_language_part_are_refused(mesh: Mesh, tmp_path: Path) -> None:
+    save_checkpoint("gemma3", tmp_path)
+    with pytest.raises(ModelError, match="adapters of Gemma3ForConditionalGeneration are not supported yet"):
+        setup_model(ModelConfig(name=str(tmp_path), attn="sdpa", lora=LoRAConfig()), mesh)
+
+
+def test_a_checkpoint_without_its_language_part_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
+    save_checkpoint("llava", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"expected one weight .* of a language model, found none"):
+        setup_model(ModelConfig(name=str(tmp_path), attn="sdpa"), mesh)
