@@ -59,7 +59,7 @@ def test_made_up_rl_rows_follow_the_data_rank() -> None:
 
 
 def test_sft_rows_follow_the_data_rank() -> None:
-    config = FakeDataConfig(input_ids="random", seq_len=SEQ_LEN, batch_size=4)
+    config = FakeDataConfig(input_ids="random", seq_len=SEQ_LEN, batch_size=4, pack_function="cat")
 
     def rows_of(axis: DataAxis) -> list[list[int]]:
         return [row.input_ids.tolist() for row in islice(setup_rows(config, None, 128, axis), 4)]
