@@ -303,7 +303,9 @@ def test_a_job_on_several_nodes_asks_for_gpus_per_node_and_not_for_whole_nodes(s
     assert (refused.exit_code, refused.stderr.startswith("error: --container: agents on several nodes")) == (2, True)
 
 
-def test_an_allocation_mode_asks_for_whole_nodes(rl_toml: Path, sft_toml: Path, tmp_path: Path) -> None:
+def test_an_allocation_mode_asks_for_whole_nodes(rl_toml: Path, tmp_path: Path) -> None:
+    sft_toml = tmp_path / "sft.toml"
+    sft_toml.write_text('max_steps = 2\n[model]\nname = "some/model"\nseq_len = 64\n')
     dry_run("rl", rl_toml, "--output-dir", tmp_path, "--allocation-mode", "vllm:d8+fsdp:d16")
     dry_run("sft", sft_toml, "--output-dir", tmp_path, "--allocation-mode", "fsdp:d16", "--data.batch-size", 16)
     assert "\n#SBATCH --nodes=3\n" in (tmp_path / "rl.sh").read_text()

@@ -360,6 +360,7 @@ def test_a_container_needs_no_venv_but_its_image(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_a_job_is_found_or_asked_for(sft_toml: Path, tmp_path: Path) -> None:
+    sft_toml.write_text('max_steps = 1\n[model]\nname = "tiny"\n')
     result = check(sft_toml, "--output-dir", tmp_path / "out")
     assert (result.exit_code, "write `check sft` or `check rl`" in result.stderr) == (2, True)
     assert check("--output-dir", tmp_path / "out").exit_code == 2
@@ -373,7 +374,9 @@ def test_a_job_that_would_fail_is_not_submitted(scontrol: Describe, stand_ins, p
     out = tmp_path / "out"
     data, model = EXAMPLES / "demonstrations.jsonl", EXAMPLES / "model"
     toml = tmp_path / "run.toml"
-    toml.write_text(f'max_steps = 1\n[model]\nname = "{model}"\n[model.debug]\nrandom_init = true\n')
+    toml.write_text(
+        f'max_steps = 1\n[model]\nname = "{model}"\n[model.debug]\nrandom_init = true\n[data]\nseq_len = 128\n'
+    )
     words = ["sft", toml, "--data.name", data, "--output-dir", out, "--project-dir", tmp_path / "project"]
     result = CliRunner().invoke(medarc_slurm.app, [*map(str, words)])
     assert result.exit_code == 1, result.output

@@ -151,7 +151,7 @@ def test_no_row_of_rl_waits_for_the_gpu(loss, wide_model_dir: Path, gpu: Mesh, n
 
 
 def test_without_flash_attention_the_varlen_kernel_is_chosen(wide_model_dir: Path) -> None:
-    model_config, device = load_model_config(config_of(wide_model_dir)), torch.device("cuda", 0)
+    (model_config, _), device = load_model_config(config_of(wide_model_dir)), torch.device("cuda", 0)
     kernel, _ = choose_attention("flash_attention_2", model_config, device, torch.bfloat16, lambda name: False)
     assert kernel == (VARLEN if torch.cuda.get_device_capability()[0] >= 8 else FLEX)
 

@@ -86,7 +86,7 @@ _SEPARATORS = (",", ";", "\t", "|")
 """Of CSV files. Of those that the header has as often, the first."""
 _SEP_LINE = re.compile(r"sep=([,;|\t])")
 _QUOTED = re.compile(r'"[^"]*"')
-_DOCUMENT_BYTES = 2**21
+DOCUMENT_BYTES = 2**21
 """A text file is one row. A longer one is several, of at most so many bytes, cut between paragraphs where it can be: a
 tokenizer takes 300 bytes of memory for each character of a text."""
 _LONGEST_FIELD = 2**31 - 1
@@ -251,9 +251,9 @@ class Documents(RowList):
     def _pieces(self) -> Iterator[bytes]:
         with opened(self.path) as file:
             held = b""
-            while block := file.read(_DOCUMENT_BYTES - len(held)):
+            while block := file.read(DOCUMENT_BYTES - len(held)):
                 held += block
-                if len(held) == _DOCUMENT_BYTES:
+                if len(held) == DOCUMENT_BYTES:
                     cut = _paragraph_end(held)
                     yield held[:cut]
                     held = held[cut:]
