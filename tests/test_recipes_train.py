@@ -66,6 +66,7 @@ NOT_HERE: Mapping[str, str] = {
 """Recipes that are not run here, and why, or where they are."""
 
 BLOCKS_NOT_HERE: Mapping[str, str] = {
+    "num_teacher_gpus": "a GPU for a teacher; rl_distill_cpu.toml trains from one",
     "teacher_inference.model": "GPUs for a teacher; rl_distill_cpu.toml trains from one",
     'id = "medqa"': "an environment that the page only imagines; tests/test_environment_page.py makes one",
     'id = "gsm8k-tasks"': "docker, and an environment that the page only imagines",
@@ -77,6 +78,8 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "# not carried: workers_per_env": "what `migrate` prints for a run on GPUs",
     "allocation_mode": "eight GPUs",
     "monitor.mlflow": "a tracking server",
+    "my_rl:clipped": "tests/test_own_loss_page.py trains with it",
+    "train.csv": "tests/test_choices_page.py trains on it",
     "my_rewards:short": "the reader's own reward; prime-rl/tests/environments trains with one",
     'id = "my-rubric"': "a GPU for a judge",
     'type = "mbpp"': "a sandbox and data of the hub",

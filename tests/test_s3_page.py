@@ -44,7 +44,7 @@ def place(s3: S3, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     Path("sft.toml").write_text(
-        'device = "cpu"\nmax_steps = 1\n[data]\nname = "s3://bucket/data/train.jsonl"\n[ckpt]\n'
+        'device = "cpu"\nmax_steps = 1\n[data]\nname = "s3://bucket/data/train.jsonl"\nseq_len = 64\n[ckpt]\n'
     )
     return S3Name("bucket", "runs/first")
 

@@ -241,11 +241,6 @@ CASES = {
         "states no vocab_size",
         {"model/config.json": CONFIG, "model/tokenizer.json": "{}", "model/model.safetensors": ""},
     ),
-    "model that reads images": Case(
-        "rl",
-        "--model.name Qwen/Qwen3-VL-2B-Instruct",
-        "model.name = Qwen/Qwen3-VL-2B-Instruct: Qwen/Qwen3-VL-2B-Instruct reads images, which is not supported yet",
-    ),
     "folder of a model that reads images": Case(
         "rl",
         "--model.name {dir}/model",
@@ -256,23 +251,23 @@ CASES = {
             "model/model.safetensors": "",
         },
     ),
-    "folder of Gemma 3 with its vision tower": Case(
+    "folder of Gemma 3n with its vision tower": Case(
         "sft",
         "--model.name {dir}/model",
-        "Gemma3ForConditionalGeneration reads images, which is not supported yet: name a model for text alone",
-        nested("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+        "Gemma3nForConditionalGeneration reads images, which is not supported yet: name a model for text alone",
+        nested("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text"),
     ),
-    "folder of Qwen3.5 with its vision tower": Case(
-        "sft",
-        "--model.name {dir}/model",
-        "Qwen3_5ForConditionalGeneration reads images, which is not supported yet",
-        nested("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
-    ),
-    "folder of Mistral 3 with its vision tower": Case(
+    "folder of Llama 4 with its vision tower": Case(
         "rl",
         "--model.name {dir}/model",
-        "Mistral3ForConditionalGeneration reads images, which is not supported yet",
-        nested("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
+        "Llama4ForConditionalGeneration reads images, which is not supported yet",
+        nested("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
+    ),
+    "folder of Qwen3.5, whose layers are no attention": Case(
+        "rl",
+        "--model.name {dir}/model --inference.backend embedded",
+        "the embedded engine does not run layers of type linear_attention",
+        nested("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     ),
     "folder of an encoder": Case(
         "sft",
