@@ -78,6 +78,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "# not carried: workers_per_env": "what `migrate` prints for a run on GPUs",
     "allocation_mode": "eight GPUs",
     "monitor.mlflow": "a tracking server",
+    'id = "blocker"': "an environment that the page only imagines",
     "my_rl:clipped": "tests/test_own_loss_page.py trains with it",
     "train.csv": "tests/test_choices_page.py trains on it",
     "my_rewards:short": "the reader's own reward; prime-rl/tests/environments trains with one",
