@@ -25,7 +25,7 @@ _TOWERS: Mapping[str, str] = {
     "speech": "sound",
     "codec": "sound",
 }
-"""What a part reads or writes, by the first word of its key, as in `vision_config`."""
+"""Images or sound, by the first word of a part's key: `vision_config` is the config of a part that reads images."""
 
 CAUSAL_FAMILIES = frozenset(
     "afmoe apertus arcee aria_text axk1 axk2 bamba bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet "
@@ -255,5 +255,5 @@ def is_of_tower(tensor: str) -> bool:
 
 
 def _reads(key: str) -> str:
-    """What the part under a key of a config reads; empty if the key names no tower."""
+    """Images or sound, for the key of a tower's config; empty for any other key."""
     return next((what for word, what in _TOWERS.items() if key.startswith(word) and "config" in key), "")

@@ -248,7 +248,7 @@ class Split:
     fraction: float | None
     seed: int
     is_validation: bool
-    """Which side. The other one is trained on."""
+    """Whether this is the validation side. The rest is trained on."""
 
     def __str__(self) -> str:
         return f"val.size = {self.size}" if self.size is not None else f"val.fraction = {self.fraction}"
@@ -292,8 +292,8 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     """Number of rows that are shuffled together when streaming."""
 
     overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
-    """What to do with samples of more than `seq_len` tokens. `split` makes several samples of one, so that each of its
-    tokens is trained: for long documents. Later ones do not see what came before."""
+    """What to do with samples of more than `seq_len` tokens. `split`, for long documents, makes several samples and so
+    trains every token; a later sample does not see the earlier ones."""
 
     template_date: date | None = None
     """Date for a chat template that asks for today's (`strftime_now`), such as "2026-11-26". None takes the day on

@@ -89,7 +89,7 @@ def exploits(form: str, prompt: str, answers: Iterable[str]) -> Iterator[Probe]:
 
 
 def conversations(form: str, answer: str, other: str, turns: Sequence[str]) -> Iterator[Probe]:
-    """What a model may say to an environment that answers: a right answer need not be the first message.
+    """Conversations to try in an environment of several turns, where a right answer may come after the first message.
 
     `turns` is a conversation that the user knows to be right; the others are guesses.
     """

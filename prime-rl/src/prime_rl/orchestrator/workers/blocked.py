@@ -30,14 +30,14 @@ class _Block(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What the process of an environment says of its event loop since its last answer."""
+    """The state of an event loop since the last answer, reported by an environment's process."""
 
     lag_s: float
     blocks: list[_Block]
 
 
 Report = Callable[[Any], None]
-"""Takes what the process of an environment says of its event loop. Raises BadFrame."""
+"""Takes the report of an environment's process about its event loop. Raises BadFrame."""
 
 
 def ignore_report(report: Any) -> None:
