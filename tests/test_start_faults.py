@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm, medarc_train
+
+ROOT = Path(__file__).resolve().parents[1]
 
 HEAVY = ("torch", "transformers", "datasets", "verifiers", "vllm", "wandb", "numpy", "rich")
 
@@ -66,6 +69,18 @@ def nested(family: str, named: str, language_part: str) -> dict[str, str]:
     """The same of a checkpoint that keeps its language model beside a vision tower, as on the hub."""
     parts = {"text_config": {"model_type": language_part, "vocab_size": 8}, "vision_config": {"hidden_size": 8}}
     return model_files({"model_type": family, "architectures": [named], **parts})
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_an_input_is_not_cleaned_away_with_the_directory(tmp_path: Path, words: list[str]) -> None:
+    weights = shutil.copytree(ROOT / "examples/reverse_text/checkpoint", tmp_path / "out" / "weights" / "step_1")
+    (tmp_path / "out" / "configs").mkdir()
+    options = ["--model.name", weights, "--output-dir", tmp_path / "out", "--clean-output-dir"]
+    command = ["sft", "@", ROOT / "examples/reverse_text/sft_lora_cpu.toml", *options, *words]
+    result = CliRunner().invoke(medarc_train.app, list(map(str, command)))
+    assert result.exit_code == 2
+    assert f"model.name = {weights}: --clean-output-dir would delete it with {tmp_path / 'out'}" in result.stderr
+    assert (weights / "model.safetensors").is_file()
 
 
 CASES = {

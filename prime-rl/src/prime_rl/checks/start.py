@@ -30,6 +30,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import RunDirError, StartFault
 from prime_rl.utils.files import unexpanded_advice
 from prime_rl.utils.pydantic_config import BaseSettings
+from prime_rl.utils.tables import dotted, leaves
 
 if TYPE_CHECKING:
     from prime_rl.configs.eval import OfflineEvalConfig
@@ -107,9 +108,31 @@ def start_faults(config: RootConfig, job_dir: Path | None = None) -> list[str]:
     faults: dict[str, None] = {}
     try:
         faults |= dict.fromkeys(_FAULTS[config.component](config, start) if config.component in _FAULTS else ())
+        faults |= dict.fromkeys(_cleaned_inputs(config, start))
     except OSError as error:  # a name that is too long, a directory that may not be searched
         faults[f"{_shown(str(error.filename))}: {error.strerror}"] = None
     return list(faults)
+
+
+_NO_INPUTS = frozenset({"output_dir", "work_dir", "toml_files"})
+"""Keys with paths that a run only writes, or has read before it cleans its directory."""
+
+
+def _cleaned_inputs(config: RootConfig, start: StartDir) -> Iterator[str]:
+    """Inputs that `clean_output_dir` would delete, such as the weights of the directory's earlier run."""
+    ckpt = getattr(config, "ckpt", None)
+    if not getattr(config, "clean_output_dir", False) or (ckpt is not None and ckpt.resume_step is not None):
+        return  # a run that resumes cleans nothing
+    output_dir: Path = config.output_dir  # type: ignore[attr-defined]
+    root = start.find(output_dir).resolve()
+    for key, value in leaves(config.model_dump()):
+        if not isinstance(value, str | Path) or not str(value).strip("\0") or not _NO_INPUTS.isdisjoint(key):
+            continue
+        path = start.find(value)
+        # In this order: `exists` raises for texts that are too long for a path, such as a template.
+        if path.resolve().is_relative_to(root) and path.exists():
+            fault = f"--clean-output-dir would delete it with {output_dir}: choose another output_dir"
+            yield f"{dotted(key)} = {value}: {fault}"
 
 
 def _shown(name: str) -> str:
