@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -18,8 +19,9 @@ from prime_rl.checks.model_description import SEPARABLE_FAMILIES, ModelDescripti
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.inference.embedded.engine.model import load_model
 from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
-from prime_rl.trainer.checkpoints.weights import export_model, gather_weights
+from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
@@ -130,6 +132,13 @@ def logits_of(whole: tf.PreTrainedModel) -> Tensor:
     return logits
 
 
+def reshard(model: tf.PreTrainedModel) -> None:
+    """Without a backward pass, weights stay gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def scored(model: tf.PreTrainedModel) -> Tensor:
     """Logits of two copies in one packed row; those of the second."""
     positions = torch.arange(len(TOKENS)).repeat(2)[None]
@@ -149,9 +158,7 @@ def test_the_language_part_is_trained_alone_and_exported_in_the_whole(
     assert not any("vis" in name for name, _ in model.named_parameters())
     torch.testing.assert_close(scored(model), logits_of(whole), rtol=1e-4, atol=1e-5)
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # without a backward pass, weights stay gathered
+    reshard(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
@@ -185,10 +192,26 @@ def test_every_separable_family_is_compared() -> None:
     assert decoded == SEPARABLE_FAMILIES - {"lfm2_vl", "qwen3_5", "qwen3_5_moe"}
 
 
-def test_adapters_of_a_language_part_are_refused(mesh: Mesh, tmp_path: Path) -> None:
-    save_checkpoint("gemma3", tmp_path)
-    with pytest.raises(ModelError, match="adapters of Gemma3ForConditionalGeneration are not supported yet"):
-        setup_model(ModelConfig(name=str(tmp_path), attn="sdpa", lora=LoRAConfig()), mesh)
+@pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen2_5_vl", "qwen3_5_moe"])
+def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: str, mesh: Mesh, tmp_path: Path) -> None:
+    start, adapter = tmp_path / "start", tmp_path / "adapter"
+    whole = save_checkpoint(family, start)
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "o_proj", "down_proj"]}
+    model = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, lora=LoRAConfig(**lora)), mesh)
+    reshard(model)
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    save_adapter(gather_adapter(model, torch.float32), adapter)
+    loaded = peft.PeftModel.from_pretrained(whole, adapter)
+    missing = {name for name, _ in loaded.named_parameters() if "lora_" in name and "vis" in name}
+    assert missing == set(), "the tower has layers of the same names, without adapters"
+    torch.testing.assert_close(logits_of(loaded), scored(model), rtol=1e-4, atol=1e-5)
+    settings = LoRAConfig(**lora, path=str(adapter))
+    continued = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, lora=settings), mesh)
+    assert torch.equal(scored(continued), scored(model))
+    merged = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, adapter=str(adapter)), mesh)
+    torch.testing.assert_close(scored(merged), scored(model), rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_without_its_language_part_is_one_line(mesh: Mesh, tmp_path: Path) -> None:

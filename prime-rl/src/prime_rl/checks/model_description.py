@@ -194,12 +194,6 @@ class ModelDescription:
         """Whether the language model is one part of several and runs alone as it does in the whole."""
         return self.is_nested and self.family in SEPARABLE_FAMILIES and "vision_config" in self.config
 
-    def adapter_fault(self) -> str | None:
-        """Why the trainer cannot train adapters of the model; None if nothing in its config says so."""
-        if not self.has_known_language_part:
-            return None
-        return f"adapters of {self.class_name} are not supported yet: train all weights of its language part"
-
     def embedded_fault(self, max_model_len: int | None = None) -> str | None:
         """Why the embedded engine refuses the model; None if nothing in its config says so."""
         found = self._embedded_reason(max_model_len)

@@ -28,9 +28,6 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     description = describe(model.name, start)
     if description is not None and (fault := description.training_fault(model.seq_len, model.trust_remote_code)):
         return fault
-    has_adapter = model.lora is not None or model.adapter is not None
-    if has_adapter and description is not None and (fault := description.adapter_fault()):
-        return fault
     return None if model.debug.random_init else model_fault(model.name, start)
 
 

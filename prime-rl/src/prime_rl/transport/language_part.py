@@ -41,10 +41,16 @@ class LanguagePart:
     folder: Path
     names: Mapping[str, str]
     """The checkpoint's name of each of the model's weights. Tied weights that it does not hold are left out."""
+    base: str
+    """Path of the layers in the language model, as `model`."""
+    path: str
+    """The same path in the class that the checkpoint names, as `model.language_model`."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, folder: Path) -> LanguagePart:
-        """Find the weights of `model`, which may be on the meta device, in the safetensors files of `folder`.
+    def of(cls, model: PreTrainedModel, whole: PreTrainedModel, folder: Path) -> LanguagePart:
+        """Find the weights of `model` in the safetensors files of `folder`, and its modules in `whole`.
+
+        Both models may be on the meta device.
 
         Raises:
             StartFault: the files have no such weights, or several.
@@ -55,15 +61,13 @@ class LanguagePart:
         own = list(revert_weight_conversion(model, model.state_dict()))  # checkpoints hold stacked experts one by one
         base = f"{model.base_model_prefix}."
         in_a_block = next(name.removeprefix(base) for name in own if ".layers.0." in name)
-        starts = [name.removesuffix(in_a_block) for name in held if name.endswith(f".{in_a_block}")]
-        if len(starts) != 1:
-            found = ", ".join(f"{start}{in_a_block}" for start in starts) or "none"
-            raise StartFault(f"expected one weight {in_a_block} of a language model, found {found}")
+        start = _only_start(held, in_a_block)
+        path = _only_start([name for name in whole.state_dict() if not is_of_tower(name)], in_a_block)
         names: dict[str, str] = {}
         for name in own:
             # The head stands beside the layers or, in older checkpoints, beside the part that holds them.
             places = (
-                [starts[0] + name.removeprefix(base)]
+                [start + name.removeprefix(base)]
                 if name.startswith(base)
                 else [each for each in held if each == name or each.endswith(f".{name}")]
             )
@@ -72,7 +76,15 @@ class LanguagePart:
                 names[name] = present[0]
             elif present or name not in model.all_tied_weights_keys:
                 raise StartFault(f"{name} is {', '.join(present) or 'missing'} in the checkpoint")
-        return cls(folder, names)
+        return cls(folder, names, model.base_model_prefix, path.removesuffix("."))
+
+    def module_in_whole(self, name: str) -> str:
+        """The name in the class that the checkpoint names, of a module or weight of the model. PEFT and vLLM use it."""
+        return f"{self.path}{name.removeprefix(self.base)}" if name.startswith(f"{self.base}.") else name
+
+    def module_in_part(self, name: str) -> str:
+        """The reverse of `module_in_whole`."""
+        return f"{self.base}{name.removeprefix(self.path)}" if name.startswith(f"{self.path}.") else name
 
     def read(self) -> dict[str, Tensor]:
         """The weights by the model's own names."""
@@ -144,13 +156,15 @@ def load_part(
         OSError: a hub id cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     patterns = ["*.safetensors", "*.json", "*.jinja"]
     folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     with torch.device("meta"):
         blank: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-    part = LanguagePart.of(blank, folder)
+        of_whole = AutoConfig.from_pretrained(folder)
+        whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
+    part = LanguagePart.of(blank, whole, folder)
     loaded: Any = type(blank).from_pretrained(
         None,
         config=config,
@@ -162,6 +176,18 @@ def load_part(
     model, report = loaded
     attach(model, part)
     return model, report
+
+
+def _only_start(names: Iterable[str], end: str) -> str:
+    """What precedes `end` in the only name that has it.
+
+    Raises:
+        StartFault: there is none, or several.
+    """
+    found = [name for name in names if name.endswith(f".{end}")]
+    if len(found) != 1:
+        raise StartFault(f"expected one weight {end} of a language model, found {', '.join(found) or 'none'}")
+    return found[0].removesuffix(end)
 
 
 def _tensors(folder: Path, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -343,8 +343,6 @@ def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
     description = ModelDescription(model_config.to_dict())
     if fault := description.parts_fault():
         raise ModelError(f"model.name = {config.name}: {fault}")
-    if (config.lora is not None or config.adapter is not None) and (fault := description.adapter_fault()):
-        raise ModelError(f"model.name = {config.name}: {fault}")
     if description.has_known_language_part:
         model_config = language_config(model_config)
     if config.debug.num_layers is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.transport.language_part import part_of
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
@@ -301,7 +302,9 @@ def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, f
         tensors = load_file(folder / ADAPTER_TENSORS)
     except (StartFault, SafetensorError, OSError) as error:
         raise ModelError(f"{key} = {path}: {error}") from error
-    state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    part = part_of(model)
+    own = (lambda name: name) if part is None else part.module_in_part
+    state = {own(name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -446,10 +449,11 @@ def gather_adapter(model: PreTrainedModel, dtype: torch.dtype) -> PeftAdapter:
     Only rank 0 gets the tensors; `state` is empty on the others.
     """
     state: dict[str, Tensor] = {}
+    named = _name_in_peft(model)
     for name, tensor in _trained_tensors(model):
         full = full_tensor(tensor)
         if dist.get_rank() == 0:
-            state |= {_PREFIX + own: part.to("cpu", dtype, copy=True) for own, part in _hub_tensors(name, full)}
+            state |= {_PREFIX + named(own): each.to("cpu", dtype, copy=True) for own, each in _hub_tensors(name, full)}
     return PeftAdapter(state, peft_config(model))
 
 
@@ -465,13 +469,19 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         # PEFT does not support dropout for stacked experts, and inference does not need it.
         "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
         **_targets(model),
-        "modules_to_save": [path for path, _ in _saved_modules(model)] or None,
+        "modules_to_save": [_name_in_peft(model)(path) for path, _ in _saved_modules(model)] or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def _name_in_peft(model: PreTrainedModel) -> Callable[[str], str]:
+    """Turns paths of modules of `model` into those of the class that its checkpoint names."""
+    part = part_of(model)
+    return (lambda name: name) if part is None else part.module_in_whole
 
 
 def _place(model: str | None) -> str | None:
@@ -491,6 +501,8 @@ def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
     shared = {last[path] for path in has_adapter if not has_adapter[path]}
     taken = set(PROJECTIONS) if any(map(is_stacked, model.modules())) else set()
     adapted = [path for path in has_adapter if has_adapter[path]]
+    if (part := part_of(model)) is not None:  # a vision tower has layers of the same names
+        return {"target_modules": sorted(map(part.module_in_whole, adapted)), "target_parameters": []}
     names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
     parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
     parts = PROJECTIONS if _has_adapted_experts(model) else ()

@@ -7,6 +7,7 @@ Shapes: N tokens, R rank, I inputs and O outputs of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +139,8 @@ class AdapterStore:
     limits: AdapterLimits
     dtype: torch.dtype
     device: torch.device
+    named: Callable[[str], str]
+    """Turns the path of a module into its name in adapters."""
     loaded: dict[str, Adapter] = field(default_factory=dict)
 
     def load(self, name: str, directory: Path) -> Adapter:
@@ -150,7 +153,8 @@ class AdapterStore:
             WeightError: the adapter does not fit the model or exceeds the server's limits. The old version stays live.
         """
         check_name(name, self.base_model, self.loaded, self.limits.max_loaded)
-        layers = self._read(directory, read_adapter_spec(directory, self.base, self.limits.max_rank))
+        base = {self.named(name): shape for name, shape in self.base.items()}
+        layers = self._read(directory, read_adapter_spec(directory, base, self.limits.max_rank))
         step = step_of(directory)
         if (adapter := self.loaded.get(name)) is None:
             adapter = Adapter(name, directory, 1 if step is None else step, layers)
@@ -168,19 +172,19 @@ class AdapterStore:
         self.loaded = {}
 
     def _read(self, directory: Path, spec: AdapterSpec) -> Layers:
-        known = {path for site in self.sites for path in site}
+        known = {self.named(path) for site in self.sites for path in site}
         if odd := [path for path in spec.paths if path not in known]:
             raise mismatch_error(directory, f"adapters on {odd[0]} are not supported")
         tensors = read_weights(directory)
 
         def update_of(path: str) -> LowRank:
-            if path not in spec.paths:
+            if self.named(path) not in spec.paths:
                 num_outputs, num_inputs = self.base[f"{path}.weight"]
                 return LowRank(torch.zeros(0, num_inputs), torch.zeros(num_outputs, 0))
-            down, up = (tensors[spec.key(path, side)].float() for side in "AB")
+            down, up = (tensors[spec.key(self.named(path), side)].float() for side in "AB")
             return LowRank(down, up * spec.scale)
 
-        touched = [site for site in self.sites if not set(site).isdisjoint(spec.paths)]
+        touched = [site for site in self.sites if not set(map(self.named, site)).isdisjoint(spec.paths)]
         return {site: self._to_device(LowRank.join([update_of(path) for path in site])) for site in touched}
 
     def _to_device(self, change: LowRank) -> LowRank:

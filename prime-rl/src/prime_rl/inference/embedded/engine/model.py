@@ -26,7 +26,7 @@ from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, Adap
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.transport.language_part import language_config, load_part
+from prime_rl.transport.language_part import language_config, load_part, part_of
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
@@ -156,6 +156,7 @@ class ModelRunner:
         """Prepare the model for LoRA adapters. Call once, before the first step."""
         if self._fused is None:
             self._hooks = LinearHooks.attach_to(self.model)
+        part = part_of(self.model)
         return AdapterStore(
             base_model=base_model,
             sites=self._fused.sites if self._fused is not None else self._hooks.sites,
@@ -163,6 +164,7 @@ class ModelRunner:
             limits=limits,
             dtype=self.model.dtype,
             device=self.device,
+            named=(lambda name: name) if part is None else part.module_in_whole,
         )
 
     def load_weights(self, tensors: Mapping[str, Tensor], source: Path) -> None:
