@@ -8,7 +8,7 @@ Transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -246,6 +246,18 @@ def quantization_fault(settings: Any) -> str | None:
 def is_of_tower(tensor: str) -> bool:
     """Whether a tensor of a checkpoint belongs to a tower, as `model.vision_tower.post_layernorm.bias`."""
     return any(part.startswith(word) for part in tensor.split(".") for word in _TOWERS)
+
+
+def language_start(tensors: Iterable[str]) -> str | None:
+    """What precedes `layers.` in the language model's tensors of a checkpoint; None if no tower is among them."""
+    names = list(tensors)
+    if not any(map(is_of_tower, names)):
+        return None
+    return next((name[: name.index("layers.0.")] for name in names if _is_in_first_layer(name)), None)
+
+
+def _is_in_first_layer(name: str) -> bool:
+    return ".layers.0." in name and not is_of_tower(name)
 
 
 def _reads(key: str) -> str:

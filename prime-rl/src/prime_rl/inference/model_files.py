@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from prime_rl.checks.adapters import ADAPTER_CONFIG, ADAPTER_TENSORS, AdapterSettings
+from prime_rl.checks.model_description import language_start
 from prime_rl.utils.errors import RunError, StartFault
 
 Shapes = dict[str, tuple[int, ...]]
@@ -110,6 +111,10 @@ def check_same_model(directory: Path, base: Shapes) -> None:
     shapes = checkpoint_shapes(directory)
     refuse_adapter(directory)
     tied = {"lm_head.weight"}
+    # A run trains the language part of a checkpoint with a vision tower, and sends nothing else.
+    start = language_start(base)
+    if start is not None:
+        base = {name: shape for name, shape in base.items() if name.startswith(start) or name in shapes}
     for kind, names in (("missing", base.keys() - shapes.keys()), ("unexpected", shapes.keys() - base.keys())):
         if odd := sorted(names - tied):
             raise mismatch_error(directory, f"{len(odd)} {kind} tensors, such as {odd[0]}")
@@ -179,6 +184,11 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
         raise mismatch_error(directory, f"{ADAPTER_CONFIG} has modules_to_save = {saved!r}, which is not supported")
     shapes = checkpoint_shapes(directory)
     paths = _paths(directory, shapes)
+    # Adapters have the module names of the checkpoint's class, where files may have older ones.
+    start, own = language_start(base), next((path for path in paths if ".layers." in path), None)
+    if start is not None and own is not None:
+        of_class = own[: own.index("layers.")]
+        base = {of_class + name.removeprefix(start): shape for name, shape in base.items() if name.startswith(start)}
     for path in paths:
         _check_layer(directory, path, settings.rank, shapes, base)
     return AdapterSpec(settings.scale, paths)
