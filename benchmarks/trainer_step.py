@@ -15,7 +15,7 @@ from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.rows import Row, RowLayout, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
-from prime_rl.trainer.sft.step import forward_backward
+from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
 
 Pass = Callable[[], object]
 
@@ -26,7 +26,7 @@ def sft_pass(model: nn.Module, vocabulary: int, lengths: list[int], rows: int, m
     ids = np.random.default_rng(0).integers(0, vocabulary, tokens)
     positions = np.concatenate([np.arange(length) for length in lengths])
     row = PackedRow(ids, np.roll(ids, -1), np.ones(tokens, bool), positions, samples=len(lengths))
-    return lambda: forward_backward(model, [row] * rows, tokens * rows, mesh)
+    return lambda: forward_backward(model, [row] * rows, CrossEntropy(), [tokens * rows], mesh)
 
 
 def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: ModelConfig, mesh: Mesh) -> Pass:

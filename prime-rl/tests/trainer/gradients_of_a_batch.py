@@ -28,7 +28,7 @@ from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
-from prime_rl.trainer.sft.step import forward_backward
+from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 ROW_TOKENS = 60
@@ -113,7 +113,7 @@ def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
 def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tuple[float, Tensor]:
     axis, device = mesh.data_axis, mesh.process.device
     trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
-    loss = axis.sum([forward_backward(model, rows, trained_tokens, mesh)], device)[0]
+    loss = axis.sum([forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"]], device)[0]
     return loss, taken_gradient(model)
 
 
@@ -135,7 +135,7 @@ def trained_weights(config: ModelConfig, optim: OptimizerConfig, process: Proces
     optimizer = setup_optimizer(optim, model)
     rows = sft_rows("packed", mesh)
     for _ in range(3):
-        forward_backward(model, rows, 300, mesh)
+        forward_backward(model, rows, CrossEntropy(), [300], mesh)
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.preflight import preflight, rendered
+from prime_rl.trainer.sft.step import CrossEntropy
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import dump_toml
@@ -316,7 +317,7 @@ def test_validation_data_that_would_stop_the_run_fails_the_preflight(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert config.val is not None
     with pytest.raises(DataError, match=r"^val\.data\.name = .*val\.jsonl: of .* rows .* cannot be trained on"):
-        Validation(config.val.data, tokenizer, mesh)
+        Validation(config.val.data, tokenizer, mesh, CrossEntropy())
 
 
 @pytest.mark.parametrize(
@@ -335,5 +336,5 @@ def test_faults_of_validation_data_name_the_keys_of_validation_data(
     config = with_validation([row], tmp_path, tiny_model_dir)
     assert config.val is not None
     with pytest.raises(DataError, match=re.escape(said)) as raised:
-        Validation(config.val.data, AutoTokenizer.from_pretrained(tiny_model_dir), mesh)
+        Validation(config.val.data, AutoTokenizer.from_pretrained(tiny_model_dir), mesh, CrossEntropy())
     assert not re.search(r"(?<!val\.)\bdata\.", str(raised.value))

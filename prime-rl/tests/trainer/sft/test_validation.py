@@ -21,6 +21,7 @@ from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.run import run
+from prime_rl.trainer.sft.step import CrossEntropy
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
@@ -58,7 +59,7 @@ def test_the_loss_is_the_mean_over_the_trained_tokens_of_each_row(
     tokenizer = setup_tokenizer(TokenizerConfig(), model_config)
     model = setup_model(model_config, mesh)
     before = torch.get_rng_state()
-    stats = Validation(config, tokenizer, mesh).run(model)
+    stats = Validation(config, tokenizer, mesh, CrossEntropy()).run(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
 
@@ -81,11 +82,11 @@ def test_data_ranks_divide_the_rows_and_compute_as_many(
     config = SFTDataConfig(**base["val"]["data"], seq_len=64)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
     axes = DataAxis(0, 1), DataAxis(rank, 2)
-    alone, half = (Validation(config, tokenizer, replace(mesh, data_axis=axis)) for axis in axes)
+    alone, half = (Validation(config, tokenizer, replace(mesh, data_axis=axis), CrossEntropy()) for axis in axes)
     assert len(half._own_rows) == (len(alone._own_rows) + 1) // 2
     shared = [row.input_ids.tolist() for row in alone._own_rows[rank::2]]
     assert [row.input_ids.tolist() for row in half._own_rows][: len(shared)] == shared
-    assert half._trained_tokens == alone._trained_tokens
+    assert half._sizes == alone._sizes
 
 
 def test_a_run_validates_and_trains_as_without(base: dict[str, Any], tmp_path: Path, capsys) -> None:

@@ -19,7 +19,7 @@ from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.loop import SFTTrainer
 from prime_rl.trainer.sft.run import setup_components, train
-from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.sft.step import CrossEntropy, train_step
 from prime_rl.trainer.telemetry import open_telemetry
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
@@ -48,7 +48,7 @@ def step_on_the_same_rows(config: SFTConfig, process: Process, dp_replicate: int
     model = setup_model(model_config, mesh)
     optimizer = setup_optimizer(config.optim, model)
     state = TrainState({"policy": TrainedModel(model, optimizer, setup_scheduler(config.scheduler, optimizer, 6))})
-    stats = train_step(state, own_rows, max_norm=1.0, mesh=mesh)
+    stats = train_step(state, own_rows, max_norm=1.0, mesh=mesh, objective=CrossEntropy())
     assert stats.tokens == 8 * 48
     if process.is_main:
         name = f"{process.world_size}_processes_{dp_replicate}_replicas.json"

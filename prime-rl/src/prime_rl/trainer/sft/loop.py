@@ -1,4 +1,4 @@
-"""The SFT training loop."""
+"""The training loop of SFT and of preferences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prime_rl.trainer.process.signals import SignalBox
 from prime_rl.trainer.sft.data.packer import PackedRows
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT, DataFingerprint
-from prime_rl.trainer.sft.step import has_finite_weights, train_step
+from prime_rl.trainer.sft.step import Objective, has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.utils.logger import get_logger
 
@@ -37,6 +37,7 @@ class Components:
 
     state: TrainState
     rows: PackedRows
+    objective: Objective
     tokenizer: PreTrainedTokenizerBase
     checkpoints: CheckpointManager | None
     export_dtype: torch.dtype
@@ -107,7 +108,7 @@ class SFTTrainer:
         rows = list(islice(self.components.rows, self.micro_batches))
         self.beats.say(f"step {state.progress.step}: forward and backward")
         try:
-            return train_step(state, rows, self.config.optim.max_norm, self.mesh)
+            return train_step(state, rows, self.config.optim.max_norm, self.mesh, self.components.objective)
         except DivergedError as error:
             # A checkpoint of broken weights could cause a good one to be deleted.
             if has_finite_weights(state.policy.model, self.process):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.state import Progress
@@ -26,13 +27,15 @@ class StepStats:
     """Statistics of one optimizer step, over all processes."""
 
     loss: float
-    """Mean cross-entropy of the trained tokens, before the update."""
+    """Before the update. In SFT, the mean cross-entropy of the trained tokens."""
     grad_norm: float
     """Gradient norm before clipping."""
     lr: float
     tokens: int
     samples: int
     forward_backward_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the objective, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,10 @@ class ValStats:
     """Result of one validation, over all processes."""
 
     loss: float
-    """Mean cross-entropy of the trained tokens."""
+    """In SFT, the mean cross-entropy of the trained tokens."""
     seconds: float
+    metrics: Mapping[str, float] | None = None
+    """Further metrics of the objective, by name. None in SFT, whose loss is that of a language model."""
 
     @property
     def perplexity(self) -> float:
@@ -82,11 +87,15 @@ class StepReporter:
         self.performance.leave_out(stats.seconds)
         if not self.process.is_main:
             return
-        metrics = {"val/loss": stats.loss, "val/perplexity": stats.perplexity, "time/val": stats.seconds}
-        self.telemetry.monitor.log(metrics, step)
+        if stats.metrics is None:
+            others = {"val/perplexity": stats.perplexity}
+            shown = f"Perplexity: {stats.perplexity:.2f}"
+        else:
+            others = {f"val/{name}": value for name, value in stats.metrics.items()}
+            shown = " | ".join(_shown(stats.metrics))
+        self.telemetry.monitor.log({"val/loss": stats.loss, **others, "time/val": stats.seconds}, step)
         get_logger().info(
-            f"Validation after {step} steps | Loss: {stats.loss:.4f} | Perplexity: {stats.perplexity:.2f} | "
-            f"Time: {stats.seconds:.2f}s"
+            f"Validation after {step} steps | Loss: {stats.loss:.4f} | {shown} | Time: {stats.seconds:.2f}s"
         )
 
     def record(self, progress: Progress, stream: SampleStream, stats: StepStats) -> None:
@@ -101,6 +110,7 @@ class StepReporter:
             return
         metrics = {
             "loss/mean": stats.loss,
+            **stats.metrics,
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "progress/epoch": stream.epoch,
@@ -125,6 +135,7 @@ class StepReporter:
             f"Step {step}",
             f"Time: {metrics['time/step']:.2f}s",
             f"Loss: {metrics['loss/mean']:.4f}",
+            *_shown(metrics),
             f"Grad. Norm: {metrics['optim/grad_norm']:.4f}",
             f"LR: {metrics['optim/lr']:.2e}",
             *speed_fields(metrics),
@@ -140,6 +151,12 @@ class StepReporter:
             "system/ckpt_disk_total_gib": usage.total / _GIB,
             "system/ckpt_disk_free_ratio": usage.free / usage.total,
         }
+
+
+def _shown(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of preferences that log lines show."""
+    names = {"rewards/accuracies": "Accuracy", "rewards/margins": "Margin"}
+    return [f"{title}: {metrics[name]:.4f}" for name, title in names.items() if name in metrics]
 
 
 class Summary:

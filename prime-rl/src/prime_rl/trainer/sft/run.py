@@ -42,6 +42,7 @@ from prime_rl.trainer.sft.resume import (
     leave_receipt,
     restore_position,
 )
+from prime_rl.trainer.sft.step import CrossEntropy
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.errors import RunDirError
@@ -136,13 +137,15 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     if checkpoints is not None and fingerprint is not None and resume_step is not None:
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
         check_changes(changes_since(paths, resume_step, {"sft": as_written(config)}), process)
+    objective = CrossEntropy()
     rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = None
     if config.val is not None:
         if config.validates_on_training_rows and process.is_main:
             get_logger().warning(TRAINED_VALIDATION)
-        validation = Validation(config.val.data.model_copy(update={"template_date": today}), tokenizer, mesh)
+        of_val = config.val.data.model_copy(update={"template_date": today})
+        validation = Validation(of_val, tokenizer, mesh, objective)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, has_dropout=True, products=products)
     # Added tokens may leave gaps, so that the highest id is above the number of tokens.
@@ -163,7 +166,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         place = restore_position(rows, positions)
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
-    return Components(state, rows, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
+    return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
 
 
 def stop_at(model: PreTrainedModel, end_ids: set[int], tokenizer: PreTrainedTokenizerBase) -> None:

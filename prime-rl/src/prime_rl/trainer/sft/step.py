@@ -1,10 +1,12 @@
-"""One optimizer step of SFT."""
+"""One optimizer step, and what it minimises."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,19 +27,60 @@ from prime_rl.trainer.sft.reporting import StepStats
 from prime_rl.transport.weights import to_device
 
 
-def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh) -> StepStats:
-    """Update the model on `rows`, the micro-batches of this process's data rank. A collective call.
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """What one row adds to the means of a step."""
 
-    The loss is the mean over the trained tokens of all data ranks, so it does not depend on how rows are divided.
+    losses: Sequence[Tensor]
+    """One sum for each of the objective's `weights`, with its gradient."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums without gradient, by the metric's name. Their means are over the first of `sizes`."""
+
+
+class Objective(Protocol):
+    """What a run minimises: the weighted sum of one or more means over the rows of all data ranks.
+
+    SFT has one mean, over trained tokens. DPO has a mean over pairs, and may add one over the chosen tokens. Sums and
+    what they are divided by are separate, so that the loss does not depend on how rows are divided among processes.
+    """
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Weight of each mean."""
+
+    def sizes(self, row: PackedRow) -> Sequence[int]:
+        """How much the row adds to the divisor of each mean."""
+
+    def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
+        """Run the row forward. Each rank calls it as often, because sharded weights are gathered together."""
+
+
+class CrossEntropy:
+    """SFT: the mean cross-entropy of the trained tokens."""
+
+    weights = (1.0,)
+
+    def sizes(self, row: PackedRow) -> Sequence[int]:
+        return (int(row.is_trained.sum()),)
+
+    def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
+        return RowSums((row_loss_sum(model, row, device),))
+
+
+def train_step(
+    state: TrainState, rows: Sequence[PackedRow], max_norm: float, mesh: Mesh, objective: Objective
+) -> StepStats:
+    """Update the model on `rows`, the micro-batches of this process's data rank. A collective call.
 
     Raises:
         DivergedError: loss or gradient is not finite. Nothing has been updated.
     """
     started_s = time.perf_counter()
-    own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), _trained(rows)]
-    tokens, samples, trained_tokens = map(int, mesh.data_axis.sum(own_counts, mesh.process.device))
-    own_loss = forward_backward(state.policy.model, rows, max(trained_tokens, 1), mesh)
-    loss = mesh.data_axis.sum([own_loss], mesh.process.device)[0]
+    own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), *sizes_of(rows, objective)]
+    tokens, samples, *sizes = map(int, mesh.data_axis.sum(own_counts, mesh.process.device))
+    own_means = forward_backward(state.policy.model, rows, objective, sizes, mesh)
+    # Every rank has the same names in the same order.
+    loss, *values = mesh.data_axis.sum(list(own_means.values()), mesh.process.device)
     grad_norm = clip_gradients(state.policy.model, max_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise DivergedError(
@@ -50,23 +93,54 @@ def train_step(state: TrainState, rows: Sequence[PackedRow], max_norm: float, me
     state.policy.scheduler.step()
     state.policy.optimizer.zero_grad()
     state.progress.advance(tokens, samples)
-    return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s)
+    metrics = dict(zip(list(own_means)[1:], values, strict=True))
+    return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s, metrics)
 
 
-def forward_backward(model: PreTrainedModel, rows: Sequence[PackedRow], trained_tokens: int, mesh: Mesh) -> float:
-    """Accumulate the gradient of the mean loss. Returns the contribution of this process's rows to that loss.
+def sizes_of(rows: Sequence[PackedRow], objective: Objective) -> list[int]:
+    """The divisors of an objective's means over some rows."""
+    return [sum(each) for each in zip(*map(objective.sizes, rows), strict=True)]
 
-    `trained_tokens` is the number over all data ranks. FSDP averages gradients over all processes, and those that share
-    rows have equal gradients; multiplying by the number of data ranks makes the average the sum over rows.
+
+def forward_backward(
+    model: PreTrainedModel, rows: Sequence[PackedRow], objective: Objective, sizes: Sequence[int], mesh: Mesh
+) -> dict[str, float]:
+    """Accumulate the gradient of the objective. Returns what this process's rows add to `loss` and to the metrics.
+
+    `sizes` are the divisors over all data ranks. FSDP averages gradients over all processes, and those that share rows
+    have equal gradients; multiplying by the number of data ranks makes the average the sum over rows.
     """
-    process = mesh.process
-    total = torch.zeros((), device=process.device)
-    for row in accumulated(model, rows, process):
-        own_beats().tick()
-        loss_sum = row_loss_sum(model, row, process.device)
-        (loss_sum * (mesh.data_axis.data_size / trained_tokens)).backward()
-        total += loss_sum.detach()
-    return total.item() / trained_tokens
+    factors = [
+        mesh.data_axis.data_size * weight / max(size, 1) for weight, size in zip(objective.weights, sizes, strict=True)
+    ]
+
+    def terms() -> Iterator[RowSums]:
+        for row in accumulated(model, rows, mesh.process):
+            own_beats().tick()
+            sums = objective.sums(model, row, mesh.process.device)
+            losses = [loss * factor for loss, factor in zip(sums.losses, factors, strict=True)]
+            sum(losses[1:], losses[0]).backward()
+            yield sums
+
+    return means(terms(), objective, sizes)
+
+
+def means(rows: Iterable[RowSums], objective: Objective, sizes: Sequence[int]) -> dict[str, float]:
+    """The loss and the metrics of some rows, divided by `sizes`."""
+    losses: list[Tensor] = []
+    metrics: dict[str, Tensor] = {}
+    for sums in rows:
+        detached = [loss.detach() for loss in sums.losses]
+        losses = [a + b for a, b in zip(losses, detached, strict=True)] if losses else detached
+        metrics = {name: metrics[name] + value if metrics else value for name, value in sums.metrics.items()}
+    # Read once, at the end: a GPU would wait at each.
+    values = torch.stack([*losses, *metrics.values()]).tolist()
+    divided = [
+        weight * value / max(size, 1)
+        for weight, value, size in zip(objective.weights, values[: len(losses)], sizes, strict=True)
+    ]
+    of_metrics = (value / max(sizes[0], 1) for value in values[len(losses) :])
+    return {"loss": sum(divided), **dict(zip(metrics, of_metrics, strict=True))}
 
 
 def has_finite_weights(model: nn.Module, process: Process) -> bool:
@@ -87,7 +161,3 @@ def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -
         return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.get_text_config().vocab_size)
 
     return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
-
-
-def _trained(rows: Sequence[PackedRow]) -> int:
-    return sum(int(row.is_trained.sum()) for row in rows)

@@ -18,7 +18,7 @@ from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrain
 from prime_rl.trainer.sft.data.packer import PackedRow, best_fit_decreasing, lay_out
 from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream
 from prime_rl.trainer.sft.reporting import ValStats
-from prime_rl.trainer.sft.step import row_loss_sum
+from prime_rl.trainer.sft.step import Objective, RowSums, means, sizes_of
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -28,24 +28,28 @@ if TYPE_CHECKING:
 class Validation:
     """Computes the loss on every row of a dataset once. The packing is the same for any number of processes."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
+    def __init__(
+        self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, objective: Objective
+    ) -> None:
         """Tokenize and pack the dataset.
 
         Raises:
             DataError: the dataset is missing, or too many of its rows have no trained token.
         """
         self.device = mesh.process.device
+        self.objective = objective
         self.data_axis = mesh.data_axis
         samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main)
         rows = _packed(samples, config)
-        self._trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
+        self._sizes = sizes_of(rows, objective)
+        trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
         # Processes gather sharded weights together, so each must compute the same number of rows.
         empty = lay_out([], config.seq_len * config.micro_batch_size, config.seq_len)
         rows += [empty] * (-len(rows) % mesh.data_axis.data_size)
         self._own_rows = rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
         if mesh.process.is_main:
             get_logger().info(
-                f"Validation data: {len(samples)} samples in {len(rows)} rows, {self._trained_tokens} trained tokens"
+                f"Validation data: {len(samples)} samples in {len(rows)} rows, {trained_tokens} trained tokens"
             )
 
     @torch.no_grad()
@@ -53,18 +57,21 @@ class Validation:
         """Compute the loss of `model` without changing it or any random state. A collective call."""
         started_s = time.perf_counter()
         model.eval()
-        losses = [self._loss_sum(model, row) for row in self._own_rows]
+        own = means((self._sums(model, row) for row in self._own_rows), self.objective, self._sizes)
         model.train()
         # Without a backward pass the gathered weights stay allocated, but the optimizer needs the shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        loss_sum = self.data_axis.sum([float(sum(losses))], self.device)[0]
-        return ValStats(loss_sum / self._trained_tokens, time.perf_counter() - started_s)
+        loss, *values = self.data_axis.sum(list(own.values()), self.device)
+        metrics = dict(zip(list(own)[1:], values, strict=True))
+        return ValStats(loss, time.perf_counter() - started_s, metrics or None)
 
-    def _loss_sum(self, model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
+    def _sums(self, model: PreTrainedModel, row: PackedRow) -> RowSums:
         own_beats().tick()
-        return row_loss_sum(model, row, self.device).double()
+        sums = self.objective.sums(model, row, self.device)
+        # In float64, as there may be many rows.
+        return RowSums([each.double() for each in sums.losses], {k: v.double() for k, v in sums.metrics.items()})
 
 
 def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[TokenizedSample]:
