@@ -54,6 +54,7 @@ _WHERE_SET = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_wind
 """Keys that are made small only in families whose default sets them."""
 
 _LATENT_ATTENTION = {"num_key_value_heads": 4}
+_MAMBA = {"mamba_d_state": 8, "mamba_chunk_size": 16}
 _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
@@ -66,10 +67,17 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, **_MAMBA},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, **_MAMBA},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        **_MAMBA,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8},
 }
 
@@ -83,7 +91,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "whisper".split()
     ),
     "Not made tiny here": tuple(
-        "axk1 axk2 bamba blt cohere_compass_text dbrx deepseek_v32 gemma3n_text gemma4_assistant gemma4_text "
+        "axk1 axk2 blt cohere_compass_text dbrx deepseek_v32 gemma3n_text gemma4_assistant gemma4_text "
         "gemma4_unified_assistant glm_moe_dsa kimi_linear longcat_flash mpt zamba zamba2 zaya".split()
     ),
     "Models with images or sound": tuple(

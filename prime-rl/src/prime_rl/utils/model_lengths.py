@@ -1,4 +1,5 @@
-"""Parts of a Transformers model that change with a sequence's length: rotary frequencies and attention windows.
+"""Parts of a Transformers model that depend on a sequence's length or order: rotary frequencies, attention windows, and
+layers that carry a state from token to token.
 
 Trainer and inference engine both prepare their models here. Nothing heavy is imported: models are passed in.
 """
@@ -49,6 +50,19 @@ def tightened(model: Any) -> Iterator[None]:
     finally:
         for (owner, name), value in zip(found, original, strict=True):
             owner[name] = value
+
+
+def state_layers(model: Any) -> list[Any]:
+    """The layers of a hybrid model that carry a state from token to token: gated delta rules, state spaces (Mamba), and
+    short convolutions.
+
+    Each of them starts with a causal convolution, which no attention layer of Transformers has.
+    """
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and _has_convolution(module)]
+
+
+def _has_convolution(module: Any) -> bool:
+    return any(base.__name__ == "Conv1d" for child in module.children() for base in type(child).__mro__)
 
 
 def _depends_on_length(kind: object) -> bool:

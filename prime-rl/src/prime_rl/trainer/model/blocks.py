@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ActivationOffloadingConfig, ModelConfig
+from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.versions import compile_for_all_shapes
@@ -155,10 +156,17 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")
 
 
-def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.device, is_random: bool) -> None:
+def prepare_blocks(
+    model: PreTrainedModel,
+    config: ModelConfig,
+    device: torch.device,
+    is_random: bool,
+    state_layers: StateLayers | None = None,
+) -> None:
     """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks.
 
     `is_random` says that blocks draw random numbers, for dropout: recomputing them then restores the random state.
+    Recomputed blocks run `state_layers` on the sequences of their forward pass.
     """
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
@@ -173,16 +181,17 @@ def prepare_blocks(model: PreTrainedModel, config: ModelConfig, device: torch.de
                 forward, fullgraph=config.compile.fullgraph, recompile_limit=_RECOMPILE_LIMIT
             )
         if config.ac is not None and index % config.ac.freq == 0:
-            forward = _checkpointed(forward, preserve_rng_state=is_random)
+            forward = _checkpointed(forward, is_random, state_layers)
         if offload is not None:
             forward = offloaded(forward, offload)
         # Replace `forward` instead of wrapping the module, which would change parameter names.
         block.forward = forward
 
 
-def _checkpointed(forward: Forward, preserve_rng_state: bool) -> Forward:
+def _checkpointed(forward: Forward, preserve_rng_state: bool, state_layers: StateLayers | None) -> Forward:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+        again = forward if state_layers is None else state_layers.bound(forward)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     return recomputing
 

@@ -33,6 +33,7 @@ from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
+from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import add_adapters, load_adapter, log_adapters, merge_into
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
@@ -100,7 +101,7 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
             scoring_of(model).shares_rows = False
             if kernel not in (SDPA, EAGER) or not all(_match(model, device, [other, long], far)):
                 raise ModelError(f"{name} lets sequences of a packed row influence each other{advice}")
-        if kernel == SDPA and model._supports_attention_backend and scoring_of(model).shares_rows:
+        if kernel == SDPA and model._supports_attention_backend:
             _choose_layouts(model, device, [long, alike], optional)
 
 
@@ -259,7 +260,11 @@ def setup_model(
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
-    prepare_blocks(model, config, process.device, is_random)
+    # A compiled block would have a graph for every number of sequences: there, each sequence has a row to itself.
+    layers = StateLayers(model) if config.compile is None else None
+    if layers and process.is_main:
+        get_logger().info(f"Layers with a state: {layers.description}")
+    prepare_blocks(model, config, process.device, is_random, layers)
     _shard(model, config, mesh)
     if process.world_size > 1:
         _scatter_weights(full, model, home, process)
@@ -269,7 +274,7 @@ def setup_model(
         attach(model, part_of(full))
     model.generation_config = _generation_config(model if full is None else full)
     keep_gradients(model, process)
-    enable_scoring(model)
+    enable_scoring(model, layers)
     # With compilation, every combination of sequence lengths would need its own graph.
     is_separable = process.device.type == "cpu" and config.compile is None and not is_random
     if has_dropout:

@@ -8,6 +8,7 @@ where the head's weights are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, TypeVar, cast
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
 from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, linear_cross_entropy_sum
 from prime_rl.trainer.kernels.products import head_product
+from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
 from prime_rl.trainer.model.layouts import (
     SHARED,
     Grid,
@@ -48,6 +50,8 @@ class ArrangedRow:
     """Arguments of the model."""
     of_tokens: Callable[[Tensor], Tensor]
     """The hidden states of the row's tokens [T, H], from those that the model computes."""
+    sequences: SequenceBatches | None = None
+    """The row's sequences, for a model with layers that carry a state from token to token."""
 
 
 class Scoring(Protocol):
@@ -58,6 +62,8 @@ class Scoring(Protocol):
     """The layouts to choose from. A row for which none of them is possible has a `Grid`."""
     shares_rows: bool
     """Whether several sequences may share a row of a `Grid`."""
+    state_layers: StateLayers | None
+    """The layers that carry a state from token to token; None if the model has none."""
 
 
 def score_tokens(
@@ -103,11 +109,12 @@ def is_plain(head: nn.Linear) -> bool:
     return type(head) is nn.Linear and head.bias is None and not is_adapted(head)
 
 
-def enable_scoring(model: PreTrainedModel) -> None:
+def enable_scoring(model: PreTrainedModel, state_layers: StateLayers | None = None) -> None:
     """Enable `score_tokens` on the sharded `model`. Call `check_scoring` before relying on it."""
     scoring = scoring_of(model)
     scoring.score_tokens = MethodType(_score_tokens, model)
     scoring.layouts, scoring.shares_rows = (Grid,), True
+    scoring.state_layers = state_layers or getattr(model, "state_layers", None)
     if model.config._attn_implementation == SHARED:
         model.config._attn_implementation = SDPA
     register_fsdp_forward_method(model, "score_tokens")
@@ -118,22 +125,35 @@ def scoring_of(model: nn.Module) -> Scoring:
 
 
 def _score_tokens(self: PreTrainedModel, row: ArrangedRow, score: Callable[[Tensor, LogitsOf], Result]) -> Result:
-    hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
+    layers = scoring_of(self).state_layers
+    with nullcontext() if layers is None else layers.on(row.sequences):
+        hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
     return score(row.of_tokens(hidden), _logits_of(self))
 
 
 def _arranged(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> ArrangedRow:
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
+
+    def sequences(nodes: int, node_of_token_T: Tensor | None = None) -> SequenceBatches | None:
+        if not scoring_of(model).state_layers:
+            return None
+        return batch_sequences(positions, nodes, node_of_token_T, device, uses_last=uses_last)
+
     if kernel not in (SDPA, SHARED, EAGER):
         inputs = {"input_ids": input_ids_1T, "position_ids": to_device(positions, device)}
-        return ArrangedRow(inputs | varlen_arguments(kernel, positions, device), lambda hidden: hidden[0])
+        inputs |= varlen_arguments(kernel, positions, device)
+        return ArrangedRow(inputs, lambda hidden: hidden[0], sequences(positions.numel()))
     layout = _cheapest_layout(model, input_ids_1T, positions, uses_last)
     if isinstance(layout, Grid):
         inputs = {"input_ids": layout.scatter(input_ids_1T), "position_ids": layout.position_ids_RW}
-        return ArrangedRow(inputs, layout.gather)
+        return ArrangedRow(inputs, layout.gather, sequences(layout.position_ids_RW.numel(), layout.cells_T))
     ids, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, to_device(positions, device)))
     inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
-    return ArrangedRow(inputs, lambda hidden: hidden[0].index_select(0, layout.node_of_token_T))
+    return ArrangedRow(
+        inputs,
+        lambda hidden: hidden[0].index_select(0, layout.node_of_token_T),
+        sequences(len(layout.token_of_node_N), layout.node_of_token_T),
+    )
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
