@@ -286,7 +286,7 @@ def test_without_an_answer_a_row_needs_a_reward_that_does_not_compare(write: Wri
         ("[1]\n", "not a JSON object"),
         ('{"question": "  ", "answer": "b"}\n', "row 0 .* has an empty prompt"),
         ('{"messages": [], "answer": "b"}\n', "empty list of messages"),
-        ('{"messages": [{"content": 3}], "answer": "b"}\n', "has no `role` or no `content`"),
+        ('{"messages": [{"content": 3}], "answer": "b"}\n', "expected `role` and `content`"),
         ('{"question": "a\\u001b[31m", "label": null}\n', "has none of the columns answer"),
     ],
 )

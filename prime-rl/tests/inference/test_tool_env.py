@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import verifiers as vf
 from datasets import Dataset
 
+from prime_rl.configs.sft import LossMaskConfig
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.transport.messages import TrainingSample
+from prime_rl.utils.rows import read_file
 
 QUESTION = {"role": "user", "content": "2+3"}
 ARGUMENTS = '{"a": 2, "b": 3}'
@@ -140,6 +147,46 @@ def test_verifiers_tool_env_turns_a_conversation_with_tools_into_one_exact_sampl
             text_of(caller, sample.completion_ids).count("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n") == 1
         )
     assert "fell back" not in caplog.text
+
+
+AWKWARD: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "Be brief."}, *CONVERSATION], "tools": [TOOL], "answer": "5"},
+    {"conversations": [{"from": "human", "value": "2+3"},
+                       {"from": "function_call", "value": json.dumps(CALL["function"])},
+                       {"from": "observation", "value": "5"}, {"from": "gpt", "value": "It is 5"}],
+     "system": "Be brief.", "tools": json.dumps([TOOL])},
+    {"prompt": [QUESTION, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"b": None}}]},
+                {"role": "tool", "content": "5"}], "completion": [{"role": "assistant", "content": "It is 5"}]},
+    {"messages": [{"role": "developer", "content": "Be brief."},
+                  {"role": "user", "content": [{"type": "text", "text": "2+3"}, {"type": "text", "text": "?"}]},
+                  {"role": "assistant", "content": "It is 5"}]},
+]  # fmt: skip
+"""Rows whose calls have different arguments, so that columns of a table would fill them with nulls."""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_row_has_the_tokens_of_sft_as_prompt_and_answer_of_rl(caller: Any, suffix: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(caller.model)
+    tokenize = ConversationTokenizer(tokenizer, LossMaskConfig())
+    for number, row in enumerate(AWKWARD):
+        file = tmp_path / f"{number}{suffix}"
+        if suffix == ".parquet" and number < 3:  # a column cannot hold both texts and lists
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+        elif suffix == ".csv":
+            with file.open("w", newline="") as opened:
+                texts = [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+                csv.writer(opened).writerows([row, texts])
+        else:
+            file = file.with_suffix(".jsonl")
+            file.write_text(json.dumps(row))
+        (each,) = rollouts(caller, load_environment(datasets=[{"path": str(file)}], rewards=["exact_match"]), size=1)
+        (sample,) = to_samples(each)
+        whole = tokenize(read_file(file)[0]).token_ids.tolist()
+        assert text_of(caller, sample.prompt_ids) == text_of(caller, whole[: len(sample.prompt_ids)]), number
+        assert sample.prompt_ids == whole[: len(sample.prompt_ids)]
+        assert each.reward == float(text_of(caller, trained(sample)) == "It is 5<|im_end|>")
 
 
 def trained(sample: TrainingSample) -> list[int]:

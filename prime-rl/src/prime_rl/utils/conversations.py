@@ -11,6 +11,7 @@ schema is a value and stays. Columnar files fill missing keys with nulls: `utils
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
     if kind == ("text",):
         return PlainText(None, _whole_text(row, "text", filled["text"]))
     if kind[0] == "prompt":
-        filled = {name: _listed(value) if name in kind else value for name, value in filled.items()}
+        filled = {name: listed(value) if name in kind else value for name, value in filled.items()}
     if kind == ("prompt", "completion") and all(isinstance(filled[name], str) for name in kind):
         return PlainText(filled["prompt"], _whole_text(row, "completion", filled["completion"]))
     asked, answered = _parts(kind, filled, row)
@@ -151,6 +152,30 @@ def _is_blank(name: str, value: Any) -> bool:
 def is_missing(value: Any) -> bool:
     """Whether a cell has no value: null, or the NaN that pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def prompt_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages of a prompt for RL or evaluation, read as SFT reads those of a row.
+
+    Calls have OpenAI's form, with arguments as JSON text: rows of a table with objects would get each other's keys.
+    Calls and answers of tools without an id get one, because the form requires it.
+
+    Raises:
+        RowFault: a message is malformed.
+    """
+    read = plain_messages([_message(number, message, None) for number, message in enumerate(messages, start=1)])
+    pending: list[str] = []
+    for number, message in enumerate(read):
+        for place, call in enumerate(message.get("tool_calls") or []):
+            call.update({"type": "function", "id": call.get("id") or f"call_{number}_{place}"})
+            pending.append(call["id"])
+            arguments = call["function"].get("arguments", {})
+            if not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        if message["role"] == "tool":
+            first = pending.pop(0) if pending else "call"
+            message.setdefault("tool_call_id", first)
+    return read
 
 
 def question_of(row: Row) -> Any:
@@ -215,7 +240,7 @@ def decoded(value: Any, what: str) -> Any:
         raise RowFault(f"{what}: not valid JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """A list of messages that a CSV or columnar file holds as JSON text; any other value as it is."""
     if not (isinstance(value, str) and value.lstrip().startswith("[{")):
         return value
@@ -302,8 +327,8 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 # Messages of training data, which may have other names, and are checked.
 
 
-def _message(number: int, message: Any, section: str) -> Message:
-    """A message of a row, under our names and checked.
+def _message(number: int, message: Any, section: str | None) -> Message:
+    """A message of a row, under our names and checked. Without `section`, no key of the config names others.
 
     Raises:
         RowFault: it has no role, no content, or something that is not text.
@@ -317,11 +342,12 @@ def _message(number: int, message: Any, section: str) -> Message:
         keys = ", ".join(f"`{name}`" for name in message)
         raise RowFault(
             f"message {number}: found the keys {keys or '(none)'}; expected `role` and `content`, or `from` and "
-            f"`value`. Name others in {section}.columns"
+            f"`value`" + (f". Name others in {section}.columns" if section else "")
         )
     if role not in (*ROLES, "developer"):
         known = ", ".join((*ROLES, *OTHER_NAMES))
-        raise RowFault(f"message {number}: unknown role {role!r}: known are {known}; map others in {section}.roles")
+        others = f"; map others in {section}.roles" if section else ""
+        raise RowFault(f"message {number}: unknown role {role!r}: known are {known}{others}")
     if "content" not in renamed:
         if role != "assistant" or not ("tool_calls" in renamed or "reasoning_content" in renamed):
             raise RowFault(f"message {number}: the {role} message has no `content`")
@@ -391,12 +417,23 @@ def _template_kwargs(filled: Row) -> dict[str, Any]:
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if reserved := sorted(_RESERVED & kwargs.keys()):
         raise RowFault(f"`chat_template_kwargs` sets {reserved[0]}, which rows may not set")
-    if filled.get("tools"):
-        tools = decoded(filled["tools"], "tools")
-        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise RowFault("`tools` must be a list of function schemas, or such a list as JSON text")
-        kwargs["tools"] = [dict(tool) for tool in tools]
+    if tools := tools_of(filled):
+        kwargs["tools"] = tools
     return kwargs
+
+
+def tools_of(row: Row) -> list[dict[str, Any]]:
+    """The function schemas in `tools`; empty without any.
+
+    Raises:
+        RowFault: the column holds something else.
+    """
+    if is_missing(row.get("tools")) or not row["tools"]:
+        return []
+    tools = decoded(row["tools"], "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowFault("`tools` must be a list of function schemas, or such a list as JSON text")
+    return [dict(tool) for tool in tools]
 
 
 # Images in messages, which training does not support yet.

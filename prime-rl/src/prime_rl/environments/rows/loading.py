@@ -19,6 +19,7 @@ from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig, Scal
 from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass_rates
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
+from prime_rl.utils.conversations import RowFault, has_image, is_missing, listed, prompt_messages, tools_of
 from prime_rl.utils.logger import count_of, get_logger
 
 Messages = list[dict[str, Any]]
@@ -44,6 +45,8 @@ class Problem:
     """Reward functions that score its completions."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values that reward functions need besides the answer."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Function schemas that the prompt shows. Nobody runs them: a call is the completion."""
     row: Row = field(default_factory=dict, repr=False)
     """The row of the source."""
 
@@ -122,7 +125,8 @@ def _problems(config: RowsConfig, dataset: DatasetConfig, account: Account) -> I
         try:
             yield _problem(row, number, config, dataset, of)
         except (MissingColumn, AttributeError, TypeError, ValueError) as error:
-            reason = str(error) if isinstance(error, MissingColumn) else f"{type(error).__name__}: {error}"
+            is_worded = isinstance(error, (MissingColumn, RowFault))
+            reason = str(error) if is_worded else f"{type(error).__name__}: {error}"
             raise RowsFault(
                 f"{dataset.title}: row {number} (format {of.name}) {reason}; to read it differently, set `type` "
                 "to its format or `columns` to its column names"
@@ -142,16 +146,19 @@ def _problem(row: Row, number: int, config: RowsConfig, dataset: DatasetConfig, 
     Raises:
         MissingColumn: the row lacks a column, or a column holds something else.
     """
-    question = (column(dataset.columns["prompt"]) if "prompt" in dataset.columns else of.question)(row)
+    question = listed((column(dataset.columns["prompt"]) if "prompt" in dataset.columns else of.question)(row))
+    if not is_missing(row.get("chat_template_kwargs")) and row["chat_template_kwargs"]:
+        raise MissingColumn(
+            "has chat_template_kwargs, which RL takes from the config: orchestrator.sampling.extra_body"
+        )
+    system = (of.system and of.system(row)) or dataset.system_prompt or config.system_prompt
+    prompt, said = _prompt(question, row, dataset.template or config.template or of.template, system)
     chosen = dataset.rewards if dataset.rewards is not None else config.rewards
-    answer = _answer(row, dataset, of, is_needed=chosen is None)
-    system = dataset.system_prompt or config.system_prompt
-    prompt = _prompt(question, row, dataset.template or config.template or of.template, system)
+    answer = _answer(row, dataset, of, said, is_needed=chosen is None)
     rewards = tuple(chosen or ()) or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
     extra = dict(of.extra(row)) if of.extra else {}
-    return Problem(
-        _id(row, number, dataset, of, content_id(question, answer)), dataset.title, prompt, answer, rewards, extra, row
-    )
+    id_ = _id(row, number, dataset, of, content_id(question, answer))
+    return Problem(id_, dataset.title, prompt, answer, rewards, extra, tools_of(row), row)
 
 
 def _id(row: Row, number: int, dataset: DatasetConfig, of: Format, content: str) -> str:
@@ -174,19 +181,25 @@ def content_id(question: Any, answer: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_LENGTH]
 
 
-def _answer(row: Row, dataset: DatasetConfig, of: Format, is_needed: bool) -> str:
+def _answer(row: Row, dataset: DatasetConfig, of: Format, said: str | None, is_needed: bool) -> str:
+    """The reference answer. `said` is the text of the answer that ends the row's messages."""
     try:
         value = column(dataset.columns["answer"])(row) if "answer" in dataset.columns else of.answer(row)
     except MissingColumn:
-        if is_needed or "answer" in dataset.columns:
+        if "answer" in dataset.columns or (said is None and is_needed):
             raise
-        return ""
+        return said or ""
+    if isinstance(chat := listed(value), list) and chat and all(isinstance(each, Mapping) for each in chat):
+        return str(prompt_messages(chat)[-1]["content"])  # TRL's `completion` is a list of messages
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _prompt(question: Any, row: Row, template: str | None, system: str | None) -> Messages:
+def _prompt(question: Any, row: Row, template: str | None, system: str | None) -> tuple[Messages, str | None]:
+    """The prompt, and the text of the answer with which the row's messages end."""
+    said = None
     if isinstance(question, list):
-        messages = [_message(each) for each in question]
+        # Messages with images are kept, so that a text model's training refuses them visibly.
+        messages = list(map(dict, question)) if has_image(question) else prompt_messages(question)
         if not messages:
             raise MissingColumn("has an empty list of messages as its prompt")
     else:
@@ -195,22 +208,19 @@ def _prompt(question: Any, row: Row, template: str | None, system: str | None) -
             text = _filled(template, row, text)
         if not text.strip():
             raise MissingColumn("has an empty prompt")
-        messages = [{"role": "user", "content": text}]
+        messages = [dict[str, Any](role="user", content=text)]
     if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]  # the reference answer of the source
+        said = _text_of(messages[-1]["content"])
+        messages = messages[:-1]
+        if not messages:
+            raise MissingColumn("has an answer without a question")
     images = [part for name in _IMAGES for part in _image_parts(row.get(name))]
     if images:
         last = messages[-1]
         messages[-1] = {**last, "content": [*images, {"type": "text", "text": _text_of(last["content"])}]}
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return messages
-
-
-def _message(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str) or value.get("content") is None:
-        raise MissingColumn("has a prompt with a message that has no `role` or no `content`")
-    return {"role": value["role"], "content": value["content"]}
+    return messages, said
 
 
 def _filled(template: str, row: Row, question: str) -> str:

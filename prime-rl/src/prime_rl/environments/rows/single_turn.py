@@ -20,7 +20,9 @@ from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import Problem, load_problems
 
 Function = Callable[..., Awaitable[float]]
-_NOT_PASSED_ON = frozenset({"prompt", "messages", "answer", "images", "image", "tool_defs", "oai_tools"})
+_NOT_PASSED_ON = frozenset(
+    {"prompt", "messages", "conversations", "answer", "images", "image", "tool_defs", "oai_tools"}
+)
 """Columns that are part of prompt or answer, or that verifiers would interpret."""
 
 
@@ -60,10 +62,17 @@ def _info(problem: Problem) -> dict[str, Any]:
     return {
         **columns,
         **problem.extra,
+        # verifiers' form of a tool. It requires description and parameters.
+        **({"tool_defs": [_tool(each) for each in problem.tools]} if problem.tools else {}),
         "prompt_id": problem.id,
         "dataset": problem.extra.get("dataset", problem.dataset),
         "reward_names": [reward.metric for reward in problem.rewards],
     }
+
+
+def _tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+    function = schema.get("function", schema)
+    return {"description": "", "parameters": {}, **function}
 
 
 def rubric_of(problems: Sequence[Problem]) -> vf.Rubric:
