@@ -76,6 +76,9 @@ the whole checkpoint again: the same class, names and processor files, the tower
 {", ".join(sorted(SEPARABLE_FAMILIES))}. The embedded engine
 serves the language part too, except where its layers are no attention (lfm2_vl, qwen3_5, qwen3_5_moe). Adapters have
 the module names of the whole class, so PEFT and vLLM load them on it. Images in the data are not supported yet.
+`model.language_model_only = true` exports the language part alone, as its causal class; with
+`inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules
+(qwen3_5) in bfloat16 only.
 
 Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
 loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.

@@ -26,6 +26,7 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.utils.logger import get_logger
 
 TOKENS = torch.arange(7, 100, 3)
 TEXT: dict[str, Any] = {
@@ -212,6 +213,30 @@ def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: st
     assert torch.equal(scored(continued), scored(model))
     merged = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, adapter=str(adapter)), mesh)
     torch.testing.assert_close(scored(merged), scored(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_language_model_only_exports_a_causal_model_and_names_what_it_leaves_out(
+    family: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, export = tmp_path / "start", tmp_path / "export"
+    save_checkpoint(family, start)
+    config = ModelConfig(name=str(start), attn="sdpa", seq_len=128, language_model_only=True)
+    caplog.set_level("INFO", logger=get_logger().name)
+    model = setup_model(config, mesh)
+    expected = scored(model)
+    reshard(model)
+    tokenizer = setup_tokenizer(TokenizerConfig(name=str(tiny_model_dir)), config)
+    export_model(model, tokenizer, export, WeightCheckpointConfig(), torch.float32)
+    loaded: Any = tf.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    alone, report = loaded
+    assert not any(report.values()), report
+    torch.testing.assert_close(logits_of(alone), expected, rtol=1e-4, atol=1e-5)
+    held, before = load_file(export / "model.safetensors"), load_file(start / "model.safetensors")
+    assert (
+        f"as {type(alone).__name__}, without {len(before) - len(held)} other tensors of the checkpoint" in caplog.text
+    )
+    assert gather_weights(model, torch.float32).keys() <= before.keys(), "an engine of the run has the whole checkpoint"
 
 
 def test_a_checkpoint_without_its_language_part_is_one_line(mesh: Mesh, tmp_path: Path) -> None:

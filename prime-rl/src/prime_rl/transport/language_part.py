@@ -45,6 +45,8 @@ class LanguagePart:
     """Path of the layers in the language model, as `model`."""
     path: str
     """The same path in the class that the checkpoint names, as `model.language_model`."""
+    is_exported_alone: bool = False
+    """Whether exports leave the other tensors out. Weights on their way to an engine have the same names either way."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, whole: PreTrainedModel, folder: Path) -> LanguagePart:
@@ -93,8 +95,10 @@ class LanguagePart:
 
     def others(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, such as a vision tower's, by the checkpoint's names."""
-        language = frozenset(self.names.values())
-        return dict(_tensors(self.folder, tensor_shapes(self.folder).keys() - language))
+        return dict(_tensors(self.folder, self.names_of_others()))
+
+    def names_of_others(self) -> set[str]:
+        return tensor_shapes(self.folder).keys() - frozenset(self.names.values())
 
     def to_checkpoint(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the checkpoint's names."""

@@ -246,6 +246,9 @@ def _share_model(run: RunTables) -> None:
     if run.shared.model is not None:
         for component in ("trainer", "orchestrator", "inference"):
             run.override(f"{component}.model.name", run.shared.model.name, "model.name")
+        if (alone := run.shared.model.language_model_only) is not None:
+            for component in ("trainer", "inference"):
+                run.override(f"{component}.model.language_model_only", alone, "model.language_model_only")
     # The engine renders the prompts, the orchestrator checks its environments with the same template, and the trainer's
     # tokenizer is exported with the weights.
     keys = ["trainer.tokenizer.chat_template", "orchestrator.model.chat_template"]

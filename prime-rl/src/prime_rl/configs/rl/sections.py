@@ -78,6 +78,10 @@ class SharedModelConfig(BaseConfig):
     name: str = "Qwen/Qwen3-0.6B"
     """Hugging Face model id, or a directory."""
 
+    language_model_only: bool | None = None
+    """Of a checkpoint with a vision tower, serve and export the language model alone. None leaves it to
+    `trainer.model` and `inference.model`."""
+
 
 class SharedWeightBroadcastConfig(BaseConfig):
     """How the trainer sends weights to the inference servers."""

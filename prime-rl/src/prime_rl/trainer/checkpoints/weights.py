@@ -138,10 +138,12 @@ def write_export(
     marker: str | None = None,
 ) -> None:
     """Write a gathered `export` to `target`, with an empty file `marker`. Reads only the configs of `model`."""
-    part = part_of(model)
+    part, weights = part_of(model), export.weights
+    if part is not None and part.is_exported_alone:
+        weights, part = part.from_checkpoint(weights), None
     with replacing_directory(target) as scratch:
         others = {} if part is None else part.others()
-        save_weights({**others, **export.weights}, scratch, config.save_sharded, config.save_format)
+        save_weights({**others, **weights}, scratch, config.save_sharded, config.save_format)
         model_config = copy.deepcopy(model.config)
         model_config.dtype = str(export.dtype).removeprefix("torch.")
         model_config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -398,7 +399,11 @@ def _build_full(
         if config.debug.random_init:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(_RANDOM_INIT_SEED)
-                return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
+                drawn = AutoModelForCausalLM.from_config(model_config, **options)
+            if is_part:
+                name = type(drawn).__name__
+                get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
+            return _in_one_dtype(drawn, options["dtype"])
         # The report says what would otherwise be random in silence.
         loaded: object = (
             load_part(model_config, config.name, options)
@@ -418,12 +423,28 @@ def _build_full(
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is None and (unused := unused_tensors(report)):
         get_logger().warning(unused)
+    if config.language_model_only:
+        _export_alone(model)
     if config.adapter is not None:
         merge_into(model, Path(config.adapter))
     # Loading makes every weight a trained one, also those that the model's code declares as frozen.
     for name, declared in _build_blank(model_config, options).named_parameters():
         model.get_parameter(name).requires_grad_(declared.requires_grad)
     return _in_one_dtype(model, options["dtype"])
+
+
+def _export_alone(model: PreTrainedModel) -> None:
+    """Make exports of `model` leave the other tensors of its checkpoint out."""
+    part, name = part_of(model), type(model).__name__
+    if part is None:
+        get_logger().warning(f"model.language_model_only has no effect: {name} is a language model alone")
+        return
+    attach(model, replace(part, is_exported_alone=True))
+    count = len(part.names_of_others())
+    get_logger().info(
+        f"model.language_model_only: exports hold the language model alone, as {name}, without {count} other tensors "
+        "of the checkpoint"
+    )
 
 
 def _build_blank(model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
