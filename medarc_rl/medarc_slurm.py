@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,12 +12,13 @@ from typer import Option
 
 from medarc_rl import medarc_submit
 from medarc_rl.backends.options import MOST_NODES, NODE_GPUS, RlGpus, SlurmJobOptions, SlurmOptions
+from medarc_rl.backends.protocol import Request
 from medarc_rl.cli import Group, Lazy, Resume, new_app
 from medarc_rl.commands.estimating import EstimateOptions
 from medarc_rl.errors import UsageError
 
 PROGRAM = "medarc_slurm"
-KINDS = ("sft", "rl")
+KINDS = ("sft", "dpo", "rl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,16 @@ class CheckOptions(RlGpus, SftGpus, SlurmJobOptions, RunOptions):
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    request = medarc_submit.sft_request(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
+    return _submit_sft(medarc_submit.sft_request, words, options)
+
+
+def dpo(words: list[str], options: SftOptions) -> int:
+    """Submit training on preferences: DPO and its variants."""
+    return _submit_sft(medarc_submit.dpo_request, words, options)
+
+
+def _submit_sft(request_of: Callable[..., Request], words: list[str], options: SftOptions) -> int:
+    request = request_of(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     if not options.estimate:
         return medarc_submit.submit(request)
     from medarc_rl.backends.slurm.job import plan
@@ -105,7 +115,8 @@ def check(words: list[str], options: CheckOptions) -> int:
     if kind == "rl":
         request = medarc_submit.rl_request(words, _as_submission(medarc_submit.RlOptions, options), PROGRAM)
     else:
-        request = medarc_submit.sft_request(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
+        request_of = medarc_submit.dpo_request if kind == "dpo" else medarc_submit.sft_request
+        request = request_of(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     job, run = plan(request)
     check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
@@ -115,6 +126,7 @@ def check(words: list[str], options: CheckOptions) -> int:
 
 COMMANDS: Mapping[str, Lazy | Group] = {
     "sft": Lazy("medarc_rl.medarc_slurm:sft", "Submit supervised fine-tuning."),
+    "dpo": Lazy("medarc_rl.medarc_slurm:dpo", "Submit training on preferences: DPO and its variants."),
     "rl": Lazy("medarc_rl.medarc_slurm:rl", "Submit reinforcement learning."),
     "check": Lazy("medarc_rl.medarc_slurm:check", "Check all that a job needs, and submit nothing."),
     "status": Lazy("medarc_rl.medarc_jobs:status", "Show what became of jobs."),

@@ -1,4 +1,4 @@
-"""`medarc_submit sft|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
+"""`medarc_submit sft|dpo|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
 
 Every submission goes through `submit`, also those of `medarc_slurm`.
 """
@@ -30,6 +30,7 @@ from medarc_rl.jobs import JobLog, JobRecord, circumstances, config_files, recor
 
 if TYPE_CHECKING:
     from medarc_rl.utils import ConfigT, GivenConfig
+    from prime_rl.configs.sft import SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,11 @@ def sft(words: list[str], options: SftOptions) -> int:
     return submit(sft_request(words, options))
 
 
+def dpo(words: list[str], options: SftOptions) -> int:
+    """Submit training on preferences: DPO and its variants."""
+    return submit(dpo_request(words, options))
+
+
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
     return submit(rl_request(words, options))
@@ -107,6 +113,7 @@ HIDDEN = tuple(field.name for field in fields(SlurmOptions) if field.name != "pr
 """Options that `medarc_slurm --help` shows."""
 COMMANDS: Mapping[str, Lazy | Group] = {
     "sft": Lazy("medarc_rl.medarc_submit:sft", "Submit supervised fine-tuning.", HIDDEN),
+    "dpo": Lazy("medarc_rl.medarc_submit:dpo", "Submit training on preferences: DPO and its variants.", HIDDEN),
     "rl": Lazy(
         "medarc_rl.medarc_submit:rl",
         "Submit reinforcement learning: inference server, orchestrator and trainer.",
@@ -127,15 +134,27 @@ app = new_app(
 
 
 def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
-    from medarc_rl.deployment import sft_nodes_of, sft_owned
     from prime_rl.configs.sft import SFTConfig
 
-    given = _given(SFTConfig, words, options)
+    return _sft_request(SFTConfig, words, options, program)
+
+
+def dpo_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
+    from prime_rl.configs.dpo import DPOConfig
+
+    return _sft_request(DPOConfig, words, options, program)
+
+
+def _sft_request(root: type[SFTConfig], words: list[str], options: SftOptions, program: str) -> Request:
+    from medarc_rl.deployment import sft_nodes_of, sft_owned
+
+    given = _given(root, words, options)
     # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
     # that such a config becomes one for a single node.
     nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(given))
     owned = sft_owned(given, options.gpus or None, nodes)
-    return _request("sft", given, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
+    kind: Kind = "dpo" if root.component == "dpo" else "sft"
+    return _request(kind, given, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
 
 
 def rl_request(words: list[str], options: RlOptions, program: str = "medarc_submit") -> Request:

@@ -13,6 +13,12 @@ COMMANDS: Mapping[str, Lazy | Group] = {
         options="medarc_rl.launchers.options:SftOptions",
         takes_config=True,
     ),
+    "dpo": Lazy(
+        "medarc_rl.running:run_dpo",
+        "Train on preferences: DPO and its variants.",
+        options="medarc_rl.launchers.options:DpoOptions",
+        takes_config=True,
+    ),
     "rl": Lazy(
         "medarc_rl.running:run_rl",
         "Run reinforcement learning: inference server, orchestrator and trainer.",

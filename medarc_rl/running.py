@@ -24,7 +24,7 @@ from medarc_rl.deployment import (
     training_gpus,
 )
 from medarc_rl.launchers import rl_local, sft_local
-from medarc_rl.launchers.options import EvalOptions, RlOptions, SftOptions
+from medarc_rl.launchers.options import DpoOptions, EvalOptions, RlOptions, SftOptions
 from medarc_rl.launchers.shared_node import first_gpus, shared_node
 from medarc_rl.stored import with_local_inputs
 from medarc_rl.utils import (
@@ -37,6 +37,7 @@ from medarc_rl.utils import (
 )
 from prime_rl.checks.environments import EXAMINATION, loss_faults
 from prime_rl.configs.areal import RecoverConfig
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -50,14 +51,19 @@ from prime_rl.watch.screens import eval_screen
 
 OptionsT = TypeVar("OptionsT", SftOptions, RlOptions)
 
-SFT_PREFLIGHT = "prime_rl.trainer.sft.preflight"
+PREFLIGHTS = {"sft": "prime_rl.trainer.sft.preflight", "dpo": "prime_rl.trainer.preferences.preflight"}
 ONCE = RecoverConfig()
 """For commands that are not started again."""
 
 
 def run_sft(words: list[str], options: SftOptions) -> int:
     """Run `medarc_train sft`. Returns its exit code."""
-    return _until_done(_start_sft, words, options)
+    return _until_done(partial(_start_sft, SFTConfig), words, options)
+
+
+def run_dpo(words: list[str], options: DpoOptions) -> int:
+    """Run `medarc_train dpo`. Returns its exit code."""
+    return _until_done(partial(_start_sft, DPOConfig), words, options)
 
 
 def run_rl(words: list[str], options: RlOptions) -> int:
@@ -77,23 +83,24 @@ def _until_done(
     return until_done(again, warn)
 
 
-def _start_sft(words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
-    """Returns the exit code, and what to do after a failure."""
-    given = GivenConfig.read(SFTConfig, [*words, *resume_words(options.resume)])
-    run = load_run(given, "sft", options.output_dir, sft_owned(given, options.gpus))
+def _start_sft(config_class: type[SFTConfig], words: list[str], options: SftOptions) -> tuple[int, RecoverConfig]:
+    """Start `sft` or `dpo`. Returns the exit code, and what to do after a failure."""
+    given = GivenConfig.read(config_class, [*words, *resume_words(options.resume)])
+    run = load_run(given, config_class.component, options.output_dir, sft_owned(given, options.gpus))
     check_one_node(run.config)
     if options.preflight or options.estimate:
         config = with_local_inputs(run.config)
         refuse_unstartable(config, is_estimate=not options.preflight)
         if options.preflight:
-            return preflight(SFT_PREFLIGHT, config), ONCE
+            return preflight(PREFLIGHTS[config_class.component], config), ONCE
         return print_sft_estimate(config, training_gpus(config), options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", given.words)
     first_gpus(run.config.device, sft_gpus(run.config), os.environ)
     with reporting_directory_errors():
         refuse_if_queued(run.paths, submits=False)
-    # A batch job reads trainer.toml, and so does whoever starts the trainer by hand.
-    record = partial(write_components, run, {"trainer": run.config}, run.config.dry_run)
+    # A batch job of SFT reads trainer.toml, and so does whoever starts the trainer by hand.
+    components = {"trainer": run.config} if config_class.component == "sft" else {}
+    record = partial(write_components, run, components, run.config.dry_run)
     # Looked up at the call, because outside code replaces the function.
     return sft_local.sft_local(run.config, on_ready=record), run.config.recover
 

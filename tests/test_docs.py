@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -118,7 +119,9 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
     """Blocks of RL are pieces: they stand on the sections that every RL file has."""
     written = tomllib.loads(block)
     config_cls: type[SFTConfig | OfflineEvalConfig | RLConfig] = RLConfig
-    if written.keys() & {"data", "val", "eval"}:
+    if "loss" in written:
+        config_cls = DPOConfig
+    elif written.keys() & {"data", "val", "eval"}:
         config_cls = SFTConfig
     elif written.keys() & {"env", "num_examples"}:
         config_cls = OfflineEvalConfig

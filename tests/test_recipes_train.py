@@ -23,6 +23,7 @@ import pyarrow
 import pytest
 import tomli_w
 
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -35,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`([\w.]+)`:\n\n```(?:jsonl|csv|tsv)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-RECIPES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name.startswith(("rl", "sft", "eval")))
+KINDS = ("rl", "sft", "dpo", "eval")
+RECIPES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name.startswith(KINDS))
 
 CHECKPOINT, CONTEXT = "examples/reverse_text/checkpoint", "512"
 SMALL_SFT = ("--device", "cpu", "--max-steps", "1", "--data.batch-size", "4", "--data.micro-batch-size", "2")
@@ -111,7 +113,7 @@ class Block:
     def kind(self) -> type[SFTConfig | OfflineEvalConfig | RLConfig]:
         """Blocks of RL are pieces of its sections, or keys that all runs share."""
         if self.table.keys() & {"data", "eval"}:
-            return SFTConfig
+            return DPOConfig if "loss" in self.table else SFTConfig
         return OfflineEvalConfig if self.table.keys() & {"env", "num_examples"} else RLConfig
 
     @property
@@ -160,16 +162,17 @@ def train(cases: Mapping[str, list[str]], directory: Path) -> None:
 
 def small_sft(block: Block, directory: Path) -> list[str]:
     """The words of `medarc_train` for a block of SFT on the rows that its page shows, or on the shipped ones."""
-    table = block.table
+    table, command = block.table, block.kind.component
+    rows = {"dpo": "safe_advice/preferences.jsonl", "sft": "reverse_text/demonstrations.jsonl"}[command]
     for name, text in block.files.items():
         write_data(directory / name, text)
     sources = table["data"].get("sources", [table["data"]])
     for source in sources:
         there = directory / source["name"]
-        source["name"] = str(there if there.is_file() else ROOT / "examples/reverse_text/demonstrations.jsonl")
+        source["name"] = str(there if there.is_file() else ROOT / "examples" / rows)
     (directory / "sft.toml").write_text(tomli_w.dumps(table))
     small = (*SMALL_SFT, "--data.seq-len", "512", "--model.name", CHECKPOINT, "--tokenizer.chat-template", "chatml")
-    return ["sft", "@", str(directory / "sft.toml"), *small]
+    return [command, "@", str(directory / "sft.toml"), *small]
 
 
 def merged_rl(chosen: list[Block]) -> dict[str, Any]:
@@ -189,7 +192,7 @@ def merged_rl(chosen: list[Block]) -> dict[str, Any]:
 def test_blocks_and_recipes_of_sft_train(tmp_path: Path) -> None:
     cases: dict[str, list[str]] = {}
     for number, block in enumerate(blocks()):
-        if block.kind is SFTConfig and block.reason is None:
+        if issubclass(block.kind, SFTConfig) and block.reason is None:
             directory = tmp_path / f"rows{number}"
             directory.mkdir()
             cases[f"{block.page.name} {number}"] = small_sft(block, directory)
@@ -198,6 +201,8 @@ def test_blocks_and_recipes_of_sft_train(tmp_path: Path) -> None:
         if recipe.name.startswith("sft") and name not in NOT_HERE:
             short = ("--scheduler.warmup-steps", "0", "--scheduler.decay-steps", "1")
             cases[name] = ["sft", "@", name, *SMALL_SFT, *short]
+        if recipe.name.startswith("dpo"):
+            cases[name] = ["dpo", "@", name, *SMALL_SFT]
     assert len(cases) > 15
     train(cases, tmp_path)
 

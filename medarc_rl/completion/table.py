@@ -15,11 +15,12 @@ from prime_rl.utils.private import home_directory
 
 CONFIGS_OF = {
     "sft": ("sft",),
+    "dpo": ("dpo",),
     "rl": ("rl",),
     "eval": ("eval",),
     "passk": ("eval",),
-    "explain": ("rl", "sft", "eval"),
-    "check": ("rl", "sft"),
+    "explain": ("rl", "sft", "dpo", "eval"),
+    "check": ("rl", "sft", "dpo"),
 }
 """Which configs' keys a command accepts as options."""
 ARGUMENTS = {"RUN": "run", "RUN_OR_WEIGHTS": "run", "WEIGHTS": "run", "JOB": "job"}
@@ -82,6 +83,7 @@ def build(program: str) -> dict[str, Any]:
 
     import typer
 
+    from prime_rl.configs.dpo import DPOConfig
     from prime_rl.configs.eval import OfflineEvalConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
@@ -90,7 +92,7 @@ def build(program: str) -> dict[str, Any]:
     group: Any = typer.main.get_command(app)
     commands = {name: _command(name, each) for name, each in group.commands.items()}
     used = {kind for each in commands.values() for kind in each.get("configs", ())}
-    roots = {"rl": RLConfig, "sft": SFTConfig, "eval": OfflineEvalConfig}
+    roots = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "eval": OfflineEvalConfig}
     return {
         "shells": list(SHELLS),
         "options": {

@@ -31,6 +31,7 @@ _READERS = {
     "teacher_inference": "the teacher's inference server",
     "eval": "the evaluator",
     "sft": "the trainer",
+    "dpo": "the trainer",
 }
 _OF_THE_LAUNCH = frozenset(
     ("clean_output_dir", "deployment", "dry_run", "file_access", "slurm", "inference_gpu_ids", "trainer_gpu_ids")

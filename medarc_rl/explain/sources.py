@@ -66,7 +66,7 @@ def _with_origin(value: Explained, entry: dict[str, object] | None) -> Explained
     return replace(value, written=tuple(written), rule=None)
 
 
-_KINDS = ("rl", "sft", "eval")
+_KINDS = ("rl", "sft", "dpo", "eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Source:
     def of_run(cls, directory: Path, key: str | None = None) -> Source:
         """The config that a run was started with. Raises UsageError if the directory holds none."""
         paths = RunPaths(directory)
-        for kind, component in (("rl", "rl"), ("sft", "sft"), ("eval", "eval"), ("sft", "trainer")):
+        for kind, component in (("rl", "rl"), ("sft", "sft"), ("dpo", "dpo"), ("eval", "eval"), ("sft", "trainer")):
             if (file := paths.config(component)).is_file():
                 root = ROOTS[kind]
                 _, values = explained_config(ConfigSources.read(root, [file]))

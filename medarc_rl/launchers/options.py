@@ -1,4 +1,4 @@
-"""The options of `medarc_train sft`, `rl` and `eval`.
+"""The options of `medarc_train sft`, `dpo`, `rl` and `eval`.
 
 Help pages read them without importing the command itself.
 """
@@ -29,6 +29,11 @@ class SftOptions(EstimateOptions):
     preflight: Annotated[
         bool, Option("--preflight", help="Report on the data and stop: samples, lengths, packing, faults.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions(SftOptions):
+    """Train on preferences: DPO and its variants."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Launches one SFT run on a shared machine: `sft_local(config)`, or `python -m … @ trainer.toml`."""
+"""Launches one run of SFT or preferences on a shared machine: `sft_local(config)`, or `python -m … @ trainer.toml`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.launch.commands import SFT
+from prime_rl.launch.commands import TRAININGS
 from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.run import launch
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -18,13 +18,14 @@ from prime_rl.watch.screens import sft_screen
 
 
 def sft_local(config: SFTConfig, bin_dir: Path | None = None, on_ready: Callable[[], None] = lambda: None) -> int:
-    """Run the ranks of the SFT trainer to their common end and return the exit code, as `rl_local` does."""
-    return launch(SFT, config, sft_screen, shared_node(os.environ), bin_dir, slurm_cluster(os.environ), on_ready)
+    """Run the ranks of the trainer to their common end and return the exit code, as `rl_local` does."""
+    command, sharing = TRAININGS[config.component], shared_node(os.environ)
+    return launch(command, config, sft_screen, sharing, bin_dir, slurm_cluster(os.environ), on_ready)
 
 
-def main() -> None:
+def main(config_class: type[SFTConfig] = SFTConfig) -> None:
     start_program(launches=True)
-    config = parse_argv_or_exit(SFTConfig)
+    config = parse_argv_or_exit(config_class)
     raise SystemExit(in_batch_job(lambda: sft_local(config)))
 
 

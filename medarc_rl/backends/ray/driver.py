@@ -1,7 +1,7 @@
 """Runs one job on a Ray cluster: `python -m medarc_rl.backends.ray.driver rl @ rl.toml`.
 
 `medarc_submit --to ray` starts it in the background. `ray job submit -- python -m …` runs it inside the cluster. Its
-own options come before `sft`, `rl` or `eval`; the words after it are those of the config.
+own options come before `sft`, `dpo`, `rl` or `eval`; the words after it are those of the config.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal import RecoverConfig
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -37,7 +38,7 @@ from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.terminal import say
 
-ROOTS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
+ROOTS: dict[str, Any] = {"sft": SFTConfig, "dpo": DPOConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
 LAUNCHER = "launcher"
 REFUSED = 2
 """Exit code of a launcher whose run cannot be started as configured."""
@@ -142,7 +143,7 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
 
 def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: Sequence[str]) -> int:
     """Plan the processes for all nodes here, and supervise them through the agents."""
-    from prime_rl.launch.commands import RL, SFT
+    from prime_rl.launch.commands import RL, TRAININGS
     from prime_rl.launch.run import launch
     from prime_rl.watch.screens import rl_screen, sft_screen
 
@@ -151,7 +152,8 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
         sharing = shared_node(os.environ)
         if options.kind == "rl":
             return launch(RL, config, rl_screen, sharing, cluster=cluster), config.recover
-        return launch(SFT, config, sft_screen, sharing, cluster=cluster), config.recover
+        command = TRAININGS[options.kind]
+        return launch(command, config, sft_screen, sharing, cluster=cluster), config.recover
 
     return until_done(start, say)
 

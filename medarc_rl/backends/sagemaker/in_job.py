@@ -368,7 +368,7 @@ def proof_of(token: str, name: str) -> str:
     return hmac.new(token.encode(), name.encode(), hashlib.sha256).hexdigest()
 
 
-COMMANDS = ("sft", "rl", "eval")
+COMMANDS = ("sft", "dpo", "rl", "eval")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Both libraries would otherwise guess the network interface between the hosts."""

@@ -170,7 +170,7 @@ class BatchJob:
 
     @property
     def command(self) -> str:
-        """`sft` or `rl`: names the script."""
+        """`sft`, `dpo` or `rl`: names the script."""
         return self.job.command
 
     @property
@@ -210,7 +210,7 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
     """
     if request.kind == "eval":
         raise UsageError(
-            "--to slurm: submits only sft and rl; for an evaluation, run `medarc_train eval` in your own job"
+            "--to slurm: submits only sft, dpo and rl; for an evaluation, run `medarc_train eval` in your own job"
         )
     if request.gpus == 0:
         raise UsageError("--gpus 0: a Slurm job always requests GPUs, even for a run on CPUs; leave --gpus out")

@@ -57,6 +57,7 @@ ENTRIES = {
     "env_server": ("prime_rl.orchestrator.env_server",),
     "eval": ("prime_rl.entrypoints.eval", "prime_rl.eval.evaluate", "medarc_rl.medarc_train"),
 }
+ENTRIES["dpo"] = ("prime_rl.trainer.preferences.train", *ENTRIES["sft"])
 """The modules that the processes of each command start with."""
 
 HANDED_ON = {
@@ -72,7 +73,7 @@ HANDED_ON = {
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.serve", "model"),
     **{
         f"{place}.{key}": ("prime_rl.configs.rollouts.judges", "max_concurrent")
-        for place in ("sft.eval.judge", "orchestrator.judge", "eval.judge")
+        for place in ("sft.eval.judge", "dpo.eval.judge", "orchestrator.judge", "eval.judge")
         for key in ("gpus", "device", "engine")
     },
 }
@@ -83,9 +84,10 @@ of the same section that mypy sees it read, which shows that the value reaches t
 BEFORE_LOADING = {
     "rl.allocation_mode": "launched.py takes it from the tables, because it decides what the other keys become",
     "sft.allocation_mode": "as `rl.allocation_mode`",
+    "dpo.allocation_mode": "as `rl.allocation_mode`",
     **{
         f"{root}.storage.work_dir": "a validator takes it from the table that `output_dir` on S3 becomes"
-        for root in ("rl", "sft", "eval")
+        for root in ("rl", "sft", "dpo", "eval")
     },
 }
 """Keys that are read from tables before there is a config. Their own tests check what they do."""
@@ -98,6 +100,7 @@ BOUNDS = {
     "rl.deployment.num_teacher_nodes": "must stay unset: a run on several nodes starts no teacher",
     "sft.loss_impl": "`torch` is the only value that is supported",
 }
+BOUNDS |= {key.replace("sft.", "dpo.", 1): why for key, why in BOUNDS.items() if key.startswith("sft.")}
 """Keys that do their work in rules alone."""
 
 

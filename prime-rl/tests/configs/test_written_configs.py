@@ -35,6 +35,7 @@ NEEDED: dict[str, list[dict[str, Any]]] = {
         {"trainer": {}, "orchestrator": ORCHESTRATOR, "max_steps": 40, "ckpt": {}, "wandb": {}, "slurm": {}},
     ],
     "sft": [{"max_steps": 40}, {"max_steps": 40, "eval": {"env": [ENVIRONMENT]}, "slurm": {}}],
+    "dpo": [{"max_steps": 40, "loss": {"beta": 0.2}}],
     "eval": [{"env": [ENVIRONMENT]}],
     "orchestrator": [ORCHESTRATOR],
     "trainer": [{"max_steps": 40}],

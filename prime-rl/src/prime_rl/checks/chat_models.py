@@ -177,7 +177,7 @@ def _has_template(folder: Path) -> bool:
 
 def model_of_run(run: RunPaths) -> str | None:
     """The model that a run started from."""
-    for component in ("trainer", "sft"):
+    for component in ("trainer", "sft", "dpo"):
         file = run.config(component)
         if file.is_file():
             name = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {}).get("name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class Part:
     files: tuple[Path, ...] = ()
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
+    holds_pairs: bool = False
+    """Whether its rows are preferences."""
 
     @property
     def key(self) -> str:
@@ -49,20 +51,20 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
         StartFault: there is nothing at the path, or it has no such split.
     """
     start = start or StartDir()
+    pairs = config.holds_pairs
     if config.sources is not None:
-        return [
-            _found(
-                Part(each.name, each.subset, each.split, _format_of(each, config), f"{config.section}.sources[{at}]"),
-                start,
-            )
+        sources = [
+            Part(each.name, each.subset, each.split, _format_of(each, config), f"{config.section}.sources[{at}]")
             for at, each in enumerate(config.sources)
         ]
+        return [_found(replace(each, holds_pairs=pairs), start) for each in sources]
     wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:
         wanted = list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-    return [_found(Part(config.name, subset, split, config, config.section), start) for subset, split in wanted]
+    parts = [Part(config.name, subset, split, config, config.section, holds_pairs=pairs) for subset, split in wanted]
+    return [_found(each, start) for each in parts]
 
 
 def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
@@ -115,7 +117,7 @@ def _found(part: Part, start: StartDir) -> Part:
 
 
 def _with_files(part: Part, files: tuple[Path, ...], is_saved: bool = False) -> Part:
-    return Part(part.name, part.subset, part.split, part.format, part.section, files, is_saved)
+    return replace(part, files=files, is_saved=is_saved)
 
 
 def _files_of_split(directory: Path, part: Part) -> tuple[Path, ...]:

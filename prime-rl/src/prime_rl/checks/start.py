@@ -302,6 +302,7 @@ def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]
 
 _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
     "sft": _sft_faults,
+    "dpo": _sft_faults,
     "rl": _rl_faults,
     "eval": _eval_faults,
     "inference": _inference_faults,

@@ -488,8 +488,8 @@ Launcher = Literal["local", "ray", "slurm"]
 
 RESUME_STEPS = {"on": AUTO, "auto": AUTO, "resume": LATEST}
 """`ckpt.resume_step` for each mode of recovery. Other modes leave the key alone."""
-_KEYS: Mapping[str, Callable[[AllocationMode, int], Keys]] = {"sft": sft_keys, "rl": rl_keys}
-_CHECKPOINTS = {"sft": ("ckpt",), "rl": ("ckpt", "trainer.ckpt")}
+_KEYS: Mapping[str, Callable[[AllocationMode, int], Keys]] = {"sft": sft_keys, "dpo": sft_keys, "rl": rl_keys}
+_CHECKPOINTS = {"sft": ("ckpt",), "dpo": ("ckpt",), "rl": ("ckpt", "trainer.ckpt")}
 _ABSENT = object()
 
 

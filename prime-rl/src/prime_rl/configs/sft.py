@@ -88,6 +88,12 @@ class ColumnsConfig(BaseConfig):
     response: str | None = None
     """Column of the assistant's answer to `prompt`."""
 
+    chosen: str | None = None
+    """Column of the better answer, in preferences."""
+
+    rejected: str | None = None
+    """Column of the worse answer, in preferences."""
+
     completion: str | None = None
     """Column of the text that continues `prompt`."""
 
@@ -201,6 +207,16 @@ class BaseDataConfig(BaseConfig):
 
     micro_batch_size: Count = 1
     """Packed sequences that a rank computes at once."""
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether each row is a preference: a chosen and a rejected answer."""
+        return False
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a rank computes at once. A row of preferences has room for two sequences of `seq_len`."""
+        return self.seq_len * self.micro_batch_size * (2 if self.holds_pairs else 1)
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
@@ -316,6 +332,15 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
 
     _section: str = PrivateAttr("data")
     _split: Split | None = PrivateAttr(None)
+    _holds_pairs: bool = PrivateAttr(False)
+
+    @property
+    def holds_pairs(self) -> bool:
+        return self._holds_pairs
+
+    def hold_pairs(self) -> None:
+        """Set `holds_pairs`. Call it only in validators."""
+        self._holds_pairs = True
 
     @property
     def split(self) -> Split | None:

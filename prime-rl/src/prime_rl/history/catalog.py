@@ -42,9 +42,13 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes"),
-    Metric("val/loss", "nats/token", "cross-entropy of the validation rows"),
-    Metric("val/perplexity", "", "its exponential"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo`, the loss of a pair"),
+    Metric("val/loss", "nats/token", "the same of the validation rows"),
+    Metric("val/perplexity", "", "its exponential; not of `dpo`"),
+    Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs"),
+    Metric("{,val/}rewards/margins", "", "`dpo`: chosen minus rejected reward"),
+    Metric("{,val/}rewards/accuracies", "0 to 1", "`dpo`: share of pairs whose chosen reward is higher"),
+    Metric("{,val/}logps/{chosen,rejected}", "nats", "`dpo`: log-probability of an answer, summed over its tokens"),
     Metric("time/val", "s", "a validation; does not count in `time/step`"),
     Metric("progress/epoch", "", "passes over the data that are complete"),
     Metric("progress/num_samples", "samples", "read for training so far, across resumes"),

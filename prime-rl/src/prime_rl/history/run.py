@@ -22,7 +22,7 @@ from prime_rl.run.process import Heartbeat, read_heartbeats
 from prime_rl.utils.errors import UserError
 
 Kind = Literal["rl", "sft", "eval"]
-_MAIN_CONFIGS: Mapping[str, Kind] = {"rl": "rl", "sft": "sft", "eval": "eval", "trainer": "sft"}
+_MAIN_CONFIGS: Mapping[str, Kind] = {"rl": "rl", "sft": "sft", "dpo": "sft", "eval": "eval", "trainer": "sft"}
 """Configs that tell the kind of a run, and the kind."""
 
 

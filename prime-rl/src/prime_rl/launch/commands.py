@@ -1,8 +1,9 @@
-"""The commands that launch jobs: `sft`, `rl` and `eval`."""
+"""The commands that launch jobs: `sft`, `dpo`, `rl` and `eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks import start_faults
@@ -161,6 +162,10 @@ SFT: Command[SFTConfig] = Command(
     _facts,
     resume_step_of,
 )
+DPO: Command[SFTConfig] = replace(SFT, name="dpo")
+"""`dpo` is launched as `sft` is, with another program as its trainer."""
+TRAININGS = {"sft": SFT, "dpo": DPO}
+"""By the config's `component`."""
 RL: Command[RLConfig] = Command(
     "rl",
     rl_request,

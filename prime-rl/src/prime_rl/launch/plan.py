@@ -25,6 +25,7 @@ from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.placement import Placement, ResourceRequest
 from prime_rl.launch.programs import (
+    DPO_TRAINER,
     RL_TRAINER,
     SFT_TRAINER,
     TrainerRanks,
@@ -97,20 +98,22 @@ def _gpus_of(models: Sequence[FrozenModel]) -> tuple[int, ...]:
 
 
 def plan_sft(config: SFTConfig, paths: RunPaths, placement: Placement, resume_step: int | None) -> Job:
-    """The ranks of the SFT trainer, and what evaluates its exports. `resume_step` is the step that "the latest" (-1) in
-    the config stands for."""
+    """The ranks of the trainer of `sft` or `dpo`, and what evaluates its exports. `resume_step` is the step that "the
+    latest" (-1) in the config stands for."""
     request, evaluation = sft_request(config), evaluation_of(config)
     own_cores = _spins(placement) if evaluation is None else {}
     envs = [_threads(each, request.train) | own_cores for each in placement.each]
-    ranks = TrainerRanks(SFT_TRAINER, paths.config("sft"), request.train, placement.meeting_place)
-    processes = _trainer("sft", ranks, paths, placement.each, envs, *_resume_flags(config.ckpt, resume_step))
-    configs: dict[str, BaseSettings] = {"sft": config}
+    command = config.component
+    program = {"sft": SFT_TRAINER, "dpo": DPO_TRAINER}[command]
+    ranks = TrainerRanks(program, paths.config(command), request.train, placement.meeting_place)
+    processes = _trainer(command, ranks, paths, placement.each, envs, *_resume_flags(config.ckpt, resume_step))
+    configs: dict[str, BaseSettings] = {command: config}
     if evaluation is not None:
         # After the trainer: its start removes the marker of an earlier one's end.
         processes += _evaluation_beside(evaluation, paths, placement, request.train + request.infer)
         configs |= _eval_configs(evaluation)
     return Job(
-        "sft",
+        command,
         paths,
         processes,
         _resources(processes),

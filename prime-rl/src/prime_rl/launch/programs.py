@@ -18,6 +18,7 @@ from prime_rl.utils.errors import CannotStart
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
+DPO_TRAINER = "prime_rl.trainer.preferences.train"
 EVALUATOR = "prime_rl.eval.evaluate"
 
 POLITELY = ("nice", "-n", "10")

@@ -175,8 +175,10 @@ class SavedSteps:
 
     def _epochs_of(self, step: int) -> float | None:
         """The `num_epochs` that the run that saved `step` was to train for; None if it had none, or nothing tells."""
+        files = [self.paths.saved_config(step, component) for component in ("sft", "dpo")]
+        file = next((each for each in files if each.is_file()), files[0])
         try:
-            table = tomllib.loads(self.paths.saved_config(step, "sft").read_text(encoding="utf-8"))
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
             return None
         epochs = table.get("num_epochs")
@@ -275,7 +277,7 @@ class Changes:
 
 def compared_configs(config: BaseSettings) -> dict[str, BaseSettings]:
     """The configs that a resume compares, by component: the sections of an RL run, or else `config` itself."""
-    names = () if type(config).component == "sft" else ("trainer", *_COMPONENTS)
+    names = () if type(config).component in ("sft", "dpo") else ("trainer", *_COMPONENTS)
     sections = {name: section for name in names if (section := getattr(config, name, None)) is not None}
     return sections or {type(config).component: config}
 

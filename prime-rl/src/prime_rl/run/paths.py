@@ -91,6 +91,10 @@ class RunPaths:
         """The library that the trainer chose for matrix products on a CPU, as JSON. A resumed run keeps it."""
         return self.attempts / "matrix_products.json"
 
+    def reference(self, section: str) -> Path:
+        """Log-probabilities of the rows of `data` or `val.data` under the model that a run of `dpo` started from."""
+        return self.root / "reference" / f"{section}.safetensors"
+
     def restored(self, part: str) -> Path:
         """Report of a part about what it has restored, on its way to the receipt."""
         return self.root / "control" / f"{part}.restored.json"

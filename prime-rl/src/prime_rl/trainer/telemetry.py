@@ -154,9 +154,11 @@ def _monitors(config: SFTConfig | TrainerConfig, paths: RunPaths, process: Proce
         yield MetricsServer(server, has_metrics=process.is_main)
     if not process.is_main:
         return
-    yield JsonlMonitor(paths.metrics, config.component)
+    # `dpo` has the loop of `sft`, and so its metrics have the same source.
+    component = config.component if isinstance(config, TrainerConfig) else "sft"
+    yield JsonlMonitor(paths.metrics, component)
     resumes = config.ckpt is not None and config.ckpt.resume_step is not None
-    run = SinkRun(config.component, paths, config.model_dump(mode="json"), resumes)
+    run = SinkRun(component, paths, config.model_dump(mode="json"), resumes)
     sinks = open_sinks(config.wandb, config.monitor, run, paths.root)
     evaluates = not isinstance(config, TrainerConfig) and config.eval is not None
     yield WithEvaluations(sinks, Relay.of(paths, resumes)) if evaluates else sinks

@@ -267,7 +267,7 @@ def estimate_sft(
 ) -> Estimate:
     """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
-    row_tokens = data.seq_len * data.micro_batch_size
+    row_tokens = data.row_tokens
     rows = max(1, data.batch_size // (data.micro_batch_size * processes))
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False

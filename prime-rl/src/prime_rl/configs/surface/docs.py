@@ -11,6 +11,7 @@ from inspect import cleandoc
 
 from pydantic.fields import FieldInfo
 
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.env_server import EnvServerConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
@@ -27,6 +28,7 @@ from prime_rl.utils.pydantic_config.schema import NAMED, Section, alternatives, 
 ROOTS: tuple[type[RootConfig], ...] = (
     RLConfig,
     SFTConfig,
+    DPOConfig,
     TrainerConfig,
     OrchestratorConfig,
     InferenceConfig,
@@ -43,6 +45,7 @@ Generated with `python -m prime_rl.configs.surface.docs > docs/config.md`; a tes
 |---|---|
 | `rl`, `medarc_train rl`, `medarc_slurm rl` | `RLConfig` |
 | `sft`, `medarc_train sft`, `medarc_slurm sft` | `SFTConfig` |
+| `medarc_train dpo`, `medarc_slurm dpo` | `DPOConfig` |
 | `trainer` | `TrainerConfig` |
 | `orchestrator` | `OrchestratorConfig` |
 | `inference` | `InferenceConfig` |
@@ -112,7 +115,10 @@ def reference() -> str:
     parts = [INTRODUCTION]
     for root in ROOTS:
         parts.append(f"## {root.__name__}\n")
-        parts += [_section_text(section, places) for section, places in sections_of_root(root).items()]
+        # The keys of a root that another one extends stand there.
+        known = set() if (base := base_of(root)) is None else sections_of_root(base).keys()
+        sections = {section: places for section, places in sections_of_root(root).items() if section not in known}
+        parts += [_section_text(section, places) for section, places in sections.items()]
     parts.append("\n".join([NOT_BUILT_TEXT, *(_unbuilt_row(entry) for entry in NOT_BUILT)]) + "\n")
     rules = sorted(((key, rule) for rule in RESUME_RULES for key in rule.keys), key=lambda pair: pair[0])
     parts.append("\n".join([RESUMING_TEXT, *(_resume_row(key, rule) for key, rule in rules)]) + "\n")
@@ -138,11 +144,16 @@ def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, Sectio
                 yield from _sections_below(child, f"{key}.")
 
 
+def base_of(root: type[RootConfig]) -> type[RootConfig] | None:
+    """The root whose keys this one has, besides its own: `SFTConfig` of `DPOConfig`."""
+    return next((each for each in ROOTS if each is not root and issubclass(root, each)), None)
+
+
 def _section_text(section: Section, places: list[str]) -> str:
     title = [f"### {', '.join(f'`{place}`' for place in places)}: {section.__name__}", ""] if places else []
-    rows = [
-        _row(section, name, field) for name, field in section.model_fields.items() if name != "toml_files" or not places
-    ]
+    base = base_of(section) if issubclass(section, RootConfig) else None
+    elsewhere = {"toml_files"} if places else set() if base is None else base.model_fields.keys()
+    rows = [_row(section, name, field) for name, field in section.model_fields.items() if name not in elsewhere]
     table = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|", *rows] if rows else []
     return "\n".join([*title, cleandoc(section.__doc__ or ""), "", *table]) + "\n"
 

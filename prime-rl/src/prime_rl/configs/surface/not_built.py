@@ -84,7 +84,7 @@ def ignored_keys(config: BaseSettings) -> list[str]:
     return [
         f"{entry.key} has no effect: {entry.why}"
         for entry in NOT_BUILT
-        if not entry.refused and entry.key.startswith(f"{type(config).component}.")
+        if not entry.refused and entry.key.partition(".")[0] in _components(config)
         for _ in _settings_of(config, entry)
     ]
 
@@ -101,7 +101,7 @@ def refuse_unbuilt(config: BaseSettings) -> None:
 def _settings_of(config: BaseSettings, entry: NotBuilt) -> Iterator[tuple[str, Any]]:
     """Yield key and value wherever `config` sets what `entry` names. Keys are as in the user's file."""
     component, *path = entry.key.split(".")
-    if component == type(config).component:
+    if component in _components(config):
         section, prefix = config, ""
     elif component in ("trainer", "orchestrator", "inference") and component in type(config).model_fields:
         section, prefix = getattr(config, component), f"{component}."
@@ -112,6 +112,11 @@ def _settings_of(config: BaseSettings, entry: NotBuilt) -> Iterator[tuple[str, A
         unbuilt = value in entry.values if entry.values else value != _default_of(owner, name)
         if unbuilt:
             yield f"{prefix}{key}", value
+
+
+def _components(config: BaseSettings) -> set[str]:
+    """The component of a config and those that it extends: `dpo` has the keys of `sft`."""
+    return {each.__dict__["component"] for each in type(config).__mro__ if "component" in each.__dict__}
 
 
 def _owners(section: Any, path: list[str]) -> Iterator[tuple[str, BaseModel, str]]:

@@ -433,6 +433,11 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     _removed("rl.max_prompt_length", "prompts are not cut: seq_len bounds prompt and answer together"),
     *(_removed(f"rl.{old}", "rl counts steps: set max_steps") for old in _EPOCHS),
     *(_moved(f"sft.{old}", "sft.num_epochs") for old in _EPOCHS if old != "num_epochs"),
+    *(_moved(f"dpo.{key}", f"dpo.loss.{key}") for key in ("beta", "label_smoothing", "simpo_gamma", "rpo_alpha")),
+    _moved("dpo.loss_type", "dpo.loss.type"),
+    _moved("dpo.cpo_alpha", "dpo.loss.rpo_alpha"),
+    _removed("dpo.precompute_ref_log_probs", "remove it: they are always computed once, before the first step"),
+    _removed("dpo.ref_model", "the reference is the model that the run starts from"),
 )
 """Names of TRL, axolotl and Transformers' Trainer, at the top of a config."""
 
@@ -449,7 +454,7 @@ def split_component(component: str, key: str) -> tuple[str, str]:
     head, _, rest = key.partition(".")
     if component in ("rl", "eval") and rest and head.removeprefix("teacher_") in SECTIONS_OF_RL:
         return head.removeprefix("teacher_"), rest
-    if component == "sft" and rest and head == "inference":
+    if component in ("sft", "dpo") and rest and head == "inference":
         return head, rest
     return component, key
 
@@ -459,12 +464,14 @@ def find_renamed(component: str, key: str) -> tuple[Renamed, str] | None:
 
     None if no version that we know of has the key.
     """
-    parts = [component, *key.split(".")]
-    for length in range(len(parts), 1, -1):
-        table = ".".join(parts[:length])
-        for entry in RENAMED:
-            if fnmatchcase(table, entry.old):
-                return entry, ".".join(parts[length:])
+    # A name of `sft` is one of `dpo` too, which has all of its keys.
+    for owner in (component, "sft") if component == "dpo" else (component,):
+        parts = [owner, *key.split(".")]
+        for length in range(len(parts), 1, -1):
+            table = ".".join(parts[:length])
+            for entry in RENAMED:
+                if fnmatchcase(table, entry.old):
+                    return entry, ".".join(parts[length:])
     return None
 
 
@@ -497,7 +504,7 @@ def _place(root: Section, component: str, owner: str, prefix: str, new: str) -> 
     target, _, key = new.partition(".")
     if target == owner:
         return prefix + key, ""
-    if target == component:
+    if target == component or (target, component) == ("sft", "dpo"):
         return key, ""
     return (new, "") if target in root.model_fields else (key, f" in the config of {target}")
 

@@ -211,6 +211,8 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "inference.weight_broadcast",
         "inference.toml_files",
     ),
+    # Preferences.
+    _rule("applied", "", "dpo.loss"),
     # A whole RL run.
     _rule("attempt", "its values are in the components' sections, which are compared", "rl"),
 )
@@ -231,8 +233,10 @@ def rule_for(component: str, key: str) -> ResumeRule:
 
 
 def _spellings(parts: Sequence[str]) -> tuple[str, ...]:
-    own = ".".join(parts)
-    return (own, ".".join(["*", *parts[1:]])) if parts[0] in ("sft", "trainer") else (own,)
+    component, *key = parts
+    # A rule for `sft` holds for `dpo`, which has all of its keys.
+    also = {"sft": ("*",), "dpo": ("sft", "*"), "trainer": ("*",)}.get(component, ())
+    return tuple(".".join([each, *key]) for each in (component, *also))
 
 
 _BY_KEY = {key: rule for rule in RESUME_RULES for key in rule.keys}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,7 @@ class _Roots(Mapping[str, type[BaseSettings]]):
     names: ClassVar[Mapping[str, str]] = {
         "rl": "prime_rl.configs.rl:RLConfig",
         "sft": "prime_rl.configs.sft:SFTConfig",
+        "dpo": "prime_rl.configs.dpo:DPOConfig",
         "eval": "prime_rl.configs.eval:OfflineEvalConfig",
         "trainer": "prime_rl.configs.trainer:TrainerConfig",
         "orchestrator": "prime_rl.configs.orchestrator:OrchestratorConfig",
@@ -49,7 +50,7 @@ ROOTS = _Roots()
 def unknown_counts(keys: Iterable[str]) -> dict[str, int]:
     """For each component, how many of these dotted keys neither this nor another version of it has."""
     keys = list(keys)
-    return {kind: sum(not _is_known(kind, key) for key in keys) for kind in ROOTS}
+    return {kind: sum(not _is_known(kind, key) for key in keys) + (not _is_meant(kind, keys)) for kind in ROOTS}
 
 
 def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | None:
@@ -58,7 +59,7 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     # A table named after the command has a hint of its own.
     if component in data or all(has_key(ROOTS[component], [key.split(".")[0]]) for key in keys):
         return None
-    fitting = [kind for kind in ROOTS if all(_is_known(kind, key) for key in keys)]
+    fitting = [kind for kind in ROOTS if all(_is_known(kind, key) for key in keys) and _is_meant(kind, keys)]
     if not 0 < len(fitting) <= MOST_PLACES or component in fitting:
         return None
     sections = [kind for kind in fitting if component == "rl" and kind in SECTIONS_OF_RL]
@@ -66,6 +67,18 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     ways = [f"pass it as `--{section} @ {name}`" for section in sections]
     ways += [f"pass it to {_either(commands)}"] if commands else []
     return f"{name}: is a config of {_either(fitting)}, not of {component}: {_either(ways)}"
+
+
+def _is_meant(kind: str, keys: Sequence[str]) -> bool:
+    """Whether a file with these keys may be for `kind`, if it has them all.
+
+    `dpo` has every key of `sft`. Only its loss, together with data, distinguishes a file from those of `sft` and
+    `trainer`.
+    """
+    if kind != "dpo":
+        return True
+    heads = {".".join(key.split(".")[:2]) for key in keys}
+    return any(head.startswith("loss.") for head in heads) and not heads.isdisjoint(("data.name", "data.sources"))
 
 
 def _either(words: list[str]) -> str:

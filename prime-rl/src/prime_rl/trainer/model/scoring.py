@@ -7,6 +7,7 @@ where the head's weights are gathered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
-from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, fused_logprobs, linear_cross_entropy_sum
 from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
 from prime_rl.trainer.model.layouts import (
@@ -182,3 +183,62 @@ def logit_scale(model: PreTrainedModel) -> float:
     """Factor of the head's output, as Cohere (`logit_scale`) and Granite (`logits_scaling`) configure it."""
     config = model.config
     return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+# Log-probabilities of chosen tokens, for RL and preferences.
+
+
+AUTO_VOCAB_CHUNK = 8192
+MAX_LOGITS = 2**25
+"""Maximum number of logits in memory with an unfused head: 128 MiB in float32."""
+
+
+def target_logprobs(model: PreTrainedModel, hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf) -> Tensor:
+    """Log-probabilities of the targets, float32 [N]. Call it inside of `score_tokens`."""
+    temperatures = torch.ones(len(targets_N), device=hidden_NH.device)
+    return logprobs_and_entropies(model, hidden_NH, targets_N, temperatures, logits_of, AUTO_VOCAB_CHUNK)[0]
+
+
+def logprobs_and_entropies(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    logits_of: LogitsOf,
+    vocab_chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `labels` and entropies, float32 [N] each. Without `vocab_chunk` the head is not fused."""
+    head = model.get_output_embeddings()
+    if vocab_chunk is not None and has_plain_logits(head, model):
+        return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, head_product(head))
+    return _plain_logprobs(hidden, logits_of, labels, temperatures, model.config.get_text_config().vocab_size)
+
+
+def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
+    """Whether logits are just hidden states times the head's weight, as the fused head computes them."""
+    is_changed = getattr(model.config, "final_logit_softcapping", None) is not None or logit_scale(model) != 1
+    return isinstance(head, nn.Linear) and is_plain(head) and not is_changed
+
+
+def _plain_logprobs(
+    hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
+
+    Used for heads with a bias, a scale, a soft cap or an adapter.
+    """
+    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of)
+    chunk = max(1, MAX_LOGITS // vocab_size)
+    if len(labels) <= chunk:
+        return chunk_logprobs(hidden, labels, temperatures)
+    chunks = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
+    scored = (checkpoint(chunk_logprobs, *inputs, use_reentrant=False) for inputs in chunks)
+    logprobs, entropies = zip(*scored, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _chunk_logprobs(logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
+    with torch.no_grad():
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return -nn.functional.nll_loss(log_softmax, labels, reduction="none"), entropy

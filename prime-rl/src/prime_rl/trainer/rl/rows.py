@@ -7,7 +7,6 @@ micro-batch is computed on the host, once.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.heads import fused_logprobs
-from prime_rl.trainer.kernels.products import head_product
-from prime_rl.trainer.model.scoring import LogitsOf, is_plain, logit_scale, score_tokens
+from prime_rl.trainer.model.scoring import AUTO_VOCAB_CHUNK, LogitsOf, logprobs_and_entropies, score_tokens
 from prime_rl.transport.messages import MicroBatch
 from prime_rl.transport.weights import to_device
 
@@ -98,11 +94,6 @@ class RowLayout:
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
         trained = to_device(loss_mask_T.nonzero().flatten(), device)
         return cls(lengths, num_trained, trained, Sequences.of_lengths([each for each in num_trained if each], device))
-
-
-AUTO_VOCAB_CHUNK = 8192
-MAX_LOGITS = 2**25
-"""Maximum number of logits in memory with an unfused head: 128 MiB in float32."""
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -189,45 +180,10 @@ def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: in
     labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
 
     def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
-        hidden = hidden[targets - 1]
-        head = model.get_output_embeddings()
-        if vocab_chunk is not None and has_plain_logits(head, model):
-            product = head_product(head)
-            return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, product)
-        return plain_logprobs(hidden, logits_of, labels, temperatures, model.config.get_text_config().vocab_size)
+        return logprobs_and_entropies(model, hidden[targets - 1], labels, temperatures, logits_of, vocab_chunk)
 
     scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
     log_vocab = math.log(model.config.get_text_config().vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
     entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
     return logprobs, entropy
-
-
-def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
-    """Whether logits are just hidden states times the head's weight, as the fused head computes them."""
-    is_changed = getattr(model.config, "final_logit_softcapping", None) is not None or logit_scale(model) != 1
-    return isinstance(head, nn.Linear) and is_plain(head) and not is_changed
-
-
-def plain_logprobs(
-    hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
-
-    Used for heads with a bias, a scale, a soft cap or an adapter.
-    """
-    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of)
-    chunk = max(1, MAX_LOGITS // vocab_size)
-    if len(labels) <= chunk:
-        return chunk_logprobs(hidden, labels, temperatures)
-    chunks = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
-    scored = (checkpoint(chunk_logprobs, *inputs, use_reentrant=False) for inputs in chunks)
-    logprobs, entropies = zip(*scored, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _chunk_logprobs(logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
-    with torch.no_grad():
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return -nn.functional.nll_loss(log_softmax, labels, reduction="none"), entropy

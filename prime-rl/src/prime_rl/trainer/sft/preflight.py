@@ -53,11 +53,11 @@ _SHOWN_FAULTS = 20
 _SAY_EVERY_S = 3
 
 
-def main() -> None:
+def main(config_class: type[SFTConfig] = SFTConfig) -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
     end_with_launch()
     start_program()
-    config = parse_argv_or_exit(SFTConfig)
+    config = parse_argv_or_exit(config_class)
     refuse_unbuilt(config)
     refuse_unstartable(config)
     setup_logger("warning")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
@@ -25,12 +26,14 @@ from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
+from prime_rl.trainer.preferences.objective import Preferences, kept_reference
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.epochs import as_written, with_steps
 from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
@@ -42,7 +45,7 @@ from prime_rl.trainer.sft.resume import (
     leave_receipt,
     restore_position,
 )
-from prime_rl.trainer.sft.step import CrossEntropy
+from prime_rl.trainer.sft.step import CrossEntropy, Objective
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.errors import RunDirError
@@ -117,7 +120,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     process, data_axis = mesh.process, mesh.data_axis
     micro_batches_per_data_rank(config.data, data_axis)
     evaluations = None if config.eval is None else EvaluationQueue(paths, process, config.eval.interval)
-    run_configs = configs_to_save(paths, "sft", as_written(config))
+    run_configs = configs_to_save(paths, config.component, as_written(config))
     checkpoints = (
         CheckpointManager(config.ckpt, paths, process, data_axis, run_configs, evaluations)
         if config.ckpt is not None
@@ -136,8 +139,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     verified = ""
     if checkpoints is not None and fingerprint is not None and resume_step is not None:
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
-        check_changes(changes_since(paths, resume_step, {"sft": as_written(config)}), process)
-    objective = CrossEntropy()
+        check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
+    objective, of_validation = objective_of(config), objective_of(config)
     rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
     validation = None
@@ -145,7 +148,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         if config.validates_on_training_rows and process.is_main:
             get_logger().warning(TRAINED_VALIDATION)
         of_val = config.val.data.model_copy(update={"template_date": today})
-        validation = Validation(of_val, tokenizer, mesh, objective)
+        validation = Validation(of_val, tokenizer, mesh, of_validation)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, has_dropout=True, products=products)
     # Added tokens may leave gaps, so that the highest id is above the number of tokens.
@@ -156,6 +159,16 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             f"0..{vocab_size - 1}"
         )
     stop_at(model, end_ids, tokenizer)
+    # Before a checkpoint is loaded: the reference is the model that the run starts from.
+    for each, stream in (
+        (objective, rows.stream),
+        (of_validation, None if validation is None else DatasetStream(validation.config, tokenizer, data_axis)),
+    ):
+        if isinstance(each, Preferences) and each.config.needs_reference and isinstance(stream, DatasetStream):
+            file = paths.reference(stream.config.section) if checkpoints is not None else None
+            made_for = "" if file is None else str(fingerprint_of(stream.config, tokenizer).as_dict())
+            is_resumed = resume_step is not None
+            each.reference = kept_reference(model, stream, mesh, file, made_for, is_resumed=is_resumed)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
@@ -167,6 +180,11 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
     return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
+
+
+def objective_of(config: SFTConfig) -> Objective:
+    """What the command of a config minimises."""
+    return Preferences(config.loss) if isinstance(config, DPOConfig) else CrossEntropy()
 
 
 def stop_at(model: PreTrainedModel, end_ids: set[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -192,4 +210,4 @@ def report_end(is_done: bool, trainer: SFTTrainer, summary: Summary) -> None:
         return
     weights = trainer.paths.weight(step)
     where = f"; weights in {weights}" if weights.is_dir() else ""
-    get_logger().log(SUCCESS, f"SFT trainer finished! {step} steps{where}")
+    get_logger().log(SUCCESS, f"{trainer.config.component.upper()} trainer finished! {step} steps{where}")

@@ -11,12 +11,12 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
-def main() -> None:
+def main(config_class: type[SFTConfig] = SFTConfig) -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by a signal."""
     end_with_launch()
     start_program()
     write_stacks_on_signal()
-    config = parse_argv_or_exit(SFTConfig)
+    config = parse_argv_or_exit(config_class)
     refuse_unbuilt(config)
     if config.dry_run:
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,10 +15,9 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
-from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrainable_fault, worries
 from prime_rl.trainer.sft.data.packer import PackedRow, best_fit_decreasing, lay_out
-from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream
+from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Sample
 from prime_rl.trainer.sft.reporting import ValStats
 from prime_rl.trainer.sft.step import Objective, RowSums, means, sizes_of
 from prime_rl.utils.logger import get_logger
@@ -36,15 +37,16 @@ class Validation:
         Raises:
             DataError: the dataset is missing, or too many of its rows have no trained token.
         """
+        self.config = config
         self.device = mesh.process.device
         self.objective = objective
         self.data_axis = mesh.data_axis
         samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main)
-        rows = _packed(samples, config)
+        rows = packed(samples, config)
         self._sizes = sizes_of(rows, objective)
         trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
         # Processes gather sharded weights together, so each must compute the same number of rows.
-        empty = lay_out([], config.seq_len * config.micro_batch_size, config.seq_len)
+        empty = lay_out([], config.row_tokens, config.seq_len)
         rows += [empty] * (-len(rows) % mesh.data_axis.data_size)
         self._own_rows = rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
         if mesh.process.is_main:
@@ -52,17 +54,11 @@ class Validation:
                 f"Validation data: {len(samples)} samples in {len(rows)} rows, {trained_tokens} trained tokens"
             )
 
-    @torch.no_grad()
     def run(self, model: PreTrainedModel) -> ValStats:
         """Compute the loss of `model` without changing it or any random state. A collective call."""
         started_s = time.perf_counter()
-        model.eval()
-        own = means((self._sums(model, row) for row in self._own_rows), self.objective, self._sizes)
-        model.train()
-        # Without a backward pass the gathered weights stay allocated, but the optimizer needs the shards.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        with evaluating(model):
+            own = means((self._sums(model, row) for row in self._own_rows), self.objective, self._sizes)
         loss, *values = self.data_axis.sum(list(own.values()), self.device)
         metrics = dict(zip(list(own)[1:], values, strict=True))
         return ValStats(loss, time.perf_counter() - started_s, metrics or None)
@@ -74,7 +70,20 @@ class Validation:
         return RowSums([each.double() for each in sums.losses], {k: v.double() for k, v in sums.metrics.items()})
 
 
-def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[TokenizedSample]:
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Run forward passes without dropout and without gradients, and leave the model as it was."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+    # Without a backward pass the gathered weights stay allocated, but the optimizer needs the shards.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[Sample]:
     """Every row that can be trained on. `tells` logs what was left out."""
     stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1))
     faults = BadRows()
@@ -88,10 +97,13 @@ def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tell
     return [sample for each in made for sample in each.samples]
 
 
-def _packed(samples: list[TokenizedSample], config: SFTDataConfig) -> list[PackedRow]:
-    row_tokens = config.seq_len * config.micro_batch_size
+def packed(samples: Sequence[Sample], config: SFTDataConfig) -> list[PackedRow]:
+    """The rows of `best_fit` that hold some samples."""
+    if not samples:
+        return []
+    row_tokens = config.row_tokens
     bins = best_fit_decreasing(np.array([sample.inputs for sample in samples]), row_tokens)
-    members: list[list[TokenizedSample]] = [[] for _ in range(int(bins.max()) + 1)]
+    members: list[list[Sample]] = [[] for _ in range(int(bins.max()) + 1)]
     for sample, at in zip(samples, bins.tolist(), strict=True):
         members[at].append(sample)
     return [lay_out(row, row_tokens, config.seq_len) for row in members]

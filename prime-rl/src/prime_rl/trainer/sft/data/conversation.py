@@ -308,6 +308,11 @@ class TokenizedSample:
         return len(self.token_ids)
 
     @property
+    def sequences(self) -> tuple[TokenizedSample, ...]:
+        """The sequences of the sample, which do not attend to each other: itself."""
+        return (self,)
+
+    @property
     def inputs(self) -> int:
         """Number of input tokens. The last token is only a target."""
         return len(self.token_ids) - 1

@@ -12,7 +12,7 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
-from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Made, SampleCounts
+from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Made, Sample, SampleCounts
 from prime_rl.trainer.sft.data.sources import Entries, Entry
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -87,7 +87,7 @@ class Examination:
 def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Examination:
     """Inspect `rows`, some or all of `row_count`, and pack them as one process would."""
     found = Examination(row_count)
-    samples: list[TokenizedSample] = []
+    samples: list[Sample] = []
     known: set[int] = set()
     for made in rows:
         found.counts.seen += 1
@@ -106,12 +106,12 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.unmarked_calls += made.sample.unmarked_calls
             if made.end_id is not None:
                 found.end_ids.add(made.end_id)
-            fingerprint = hash(made.sample.token_ids.tobytes())
+            fingerprint = hash(tuple(each.token_ids.tobytes() for each in made.sample.sequences))
             found.duplicates += fingerprint in known
             known.add(fingerprint)
     found.tokens = sum(sample.inputs for sample in samples)
     found.targets = sum(sample.targets for sample in samples)
-    found.shown = samples[:_SHOWN_SAMPLES]
+    found.shown = [each for sample in samples[:_SHOWN_SAMPLES] for each in sample.sequences]
     if samples:
         _pack(found, samples, config)
     return found
@@ -247,10 +247,10 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, proce
     return found.end_ids
 
 
-def _pack(found: Examination, samples: Sequence[TokenizedSample], config: SFTDataConfig) -> None:
+def _pack(found: Examination, samples: Sequence[Sample], config: SFTDataConfig) -> None:
     """Pack rows until they hold as many samples as there are."""
     packer, stream = setup_packer(config), _Repeated(samples)
-    capacity = config.seq_len * config.micro_batch_size
+    capacity = config.row_tokens
     placed = held = kept = 0
     while placed < len(samples):
         row = packer(stream)
@@ -267,7 +267,7 @@ def _pack(found: Examination, samples: Sequence[TokenizedSample], config: SFTDat
 class _Repeated:
     """A stream that repeats the given samples."""
 
-    def __init__(self, samples: Sequence[TokenizedSample]) -> None:
+    def __init__(self, samples: Sequence[Sample]) -> None:
         self.row_count = len(samples)
         self.position = 0
         self._samples = cycle(samples)
@@ -276,6 +276,6 @@ class _Repeated:
     def epoch(self) -> int:
         return self.position // self.row_count
 
-    def __next__(self) -> TokenizedSample:
+    def __next__(self) -> Sample:
         self.position += 1
         return next(self._samples)

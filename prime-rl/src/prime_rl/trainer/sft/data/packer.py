@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.pairs import Pair
 from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
 from prime_rl.trainer.sft.data.samples import (
     DatasetStream,
     FakeStream,
+    Sample,
     SampleSource,
     SampleStream,
     as_bytes,
@@ -88,6 +89,8 @@ class PackedRow:
     """Number of samples in the row. The last one may be cut."""
     padding: int = 0
     """Number of padding tokens. Padding forms its own sequences, which are not trained."""
+    pairs: tuple[Pair, ...] = ()
+    """The samples, if they are pairs: chosen and rejected sequence of the first, then of the second."""
 
     @property
     def tokens(self) -> int:
@@ -95,28 +98,30 @@ class PackedRow:
         return len(self.input_ids) - self.padding
 
 
-def lay_out(samples: Sequence[TokenizedSample], row_tokens: int, seq_len: int) -> PackedRow:
+def lay_out(samples: Sequence[Sample], row_tokens: int, seq_len: int) -> PackedRow:
     """Concatenate samples, cut or padded to `row_tokens`. Padding consists of sequences of at most `seq_len` tokens."""
     padding = max(0, row_tokens - sum(sample.inputs for sample in samples))
+    sequences = [each for sample in samples for each in sample.sequences]
     zeros = np.zeros(padding, dtype=np.int64)
 
     def joined(parts: Iterable[np.ndarray], behind: np.ndarray, dtype: type = np.int64) -> np.ndarray:
         return np.concatenate([*parts, behind], dtype=dtype)[:row_tokens]
 
     return PackedRow(
-        input_ids=joined((sample.token_ids[:-1] for sample in samples), zeros),
-        target_ids=joined((sample.token_ids[1:] for sample in samples), zeros),
-        is_trained=joined((sample.is_trained[1:] for sample in samples), zeros.astype(bool), bool),
-        position_ids=joined((np.arange(sample.inputs) for sample in samples), np.arange(padding) % seq_len),
+        input_ids=joined((each.token_ids[:-1] for each in sequences), zeros),
+        target_ids=joined((each.token_ids[1:] for each in sequences), zeros),
+        is_trained=joined((each.is_trained[1:] for each in sequences), zeros.astype(bool), bool),
+        position_ids=joined((np.arange(each.inputs) for each in sequences), np.arange(padding) % seq_len),
         samples=len(samples),
         padding=padding,
+        pairs=tuple(each for each in samples if isinstance(each, Pair)),
     )
 
 
 class Packer(Protocol):
     """Chooses the samples of each row from a stream. Samples that wait for a later row are its state."""
 
-    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[Sample]:
         """The samples of the next row."""
 
     def state(self) -> dict[str, Any]:
@@ -131,7 +136,7 @@ class Cat:
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
 
-    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[Sample]:
         samples, total = [], 0
         while total < self.row_tokens:
             samples.append(next(stream))
@@ -154,11 +159,11 @@ class BestFit:
 
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
-        self.rows: list[list[TokenizedSample]] = []
-        self.held_back: list[list[TokenizedSample]] = []
+        self.rows: list[list[Sample]] = []
+        self.held_back: list[list[Sample]] = []
         """Rows that wait for the next window: one, or several after the number of data ranks has changed."""
 
-    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[Sample]:
         if not self.rows:
             self._pack_window(stream)
         return self.rows.pop()
@@ -174,7 +179,7 @@ class BestFit:
             total += items[-1][0].inputs
         lengths = np.array([sum(sample.inputs for sample in item) for item in items])
         bins = best_fit_decreasing(lengths, self.row_tokens)
-        rows: list[list[TokenizedSample]] = [[] for _ in range(int(bins.max()) + 1)]
+        rows: list[list[Sample]] = [[] for _ in range(int(bins.max()) + 1)]
         for item, at in zip(items, bins.tolist(), strict=True):
             rows[at] += item
         self.held_back = []
@@ -203,31 +208,31 @@ class Stack:
 
     def __init__(self, row_tokens: int) -> None:
         self.row_tokens = row_tokens
-        self.buckets: dict[int, list[TokenizedSample]] = {row_tokens: []}
+        self.buckets: dict[int, list[Sample]] = {row_tokens: []}
         size = row_tokens
         while size % (2 * STACK_MULTIPLE) == 0:
             size //= 2
             self.buckets[size] = []
         self.touched_at = dict.fromkeys(self.buckets, 0)
         self.emitted = 0
-        self.ready: list[list[TokenizedSample]] = []
+        self.ready: list[list[Sample]] = []
         """Rows that became full when the number of data ranks changed."""
 
-    def __call__(self, stream: SampleSource) -> Sequence[TokenizedSample]:
+    def __call__(self, stream: SampleSource) -> Sequence[Sample]:
         samples = self.ready.pop() if self.ready else self._stale()
         while samples is None:
             samples = self._take_in(next(stream))
         self.emitted += 1
         return samples
 
-    def _take_in(self, sample: TokenizedSample) -> list[TokenizedSample] | None:
+    def _take_in(self, sample: Sample) -> list[Sample] | None:
         """Add a sample to its bucket. Returns the bucket's samples if they fill a row."""
         size = min(size for size in self.buckets if size >= sample.inputs)
         self.buckets[size].append(sample)
         self.touched_at[size] = self.emitted
         return self._emptied(size) if len(self.buckets[size]) * size >= self.row_tokens else None
 
-    def _stale(self) -> list[TokenizedSample] | None:
+    def _stale(self) -> list[Sample] | None:
         """The samples of the smallest stale bucket and of the larger ones that it moves through, if one is stale."""
         for size in sorted(self.buckets):
             if self.buckets[size] and self.emitted - self.touched_at[size] > _STALE_AFTER:
@@ -240,7 +245,7 @@ class Stack:
                 return samples
         return None
 
-    def _emptied(self, size: int) -> list[TokenizedSample]:
+    def _emptied(self, size: int) -> list[Sample]:
         samples, self.buckets[size] = self.buckets[size], []
         return samples
 
@@ -259,9 +264,9 @@ class Stack:
 
 
 def setup_packer(config: BaseDataConfig) -> Packer:
-    """The packer selected by `data.pack_function`, for rows of `seq_len * micro_batch_size` tokens."""
+    """The packer selected by `data.pack_function`, for rows of `row_tokens`."""
     packers: dict[str, Callable[[int], Packer]] = {"cat": Cat, "best_fit": BestFit, "stack": Stack}
-    return packers[config.pack_function](config.seq_len * config.micro_batch_size)
+    return packers[config.pack_function](config.row_tokens)
 
 
 class PackedRows:
@@ -271,7 +276,7 @@ class PackedRows:
         self.stream = stream
         self.config = config
         self.data_axis = data_axis
-        self.row_tokens = config.seq_len * config.micro_batch_size
+        self.row_tokens = config.row_tokens
         self._packer = setup_packer(config)
 
     def __iter__(self) -> PackedRows:
@@ -299,11 +304,11 @@ class PackedRows:
         self._packer.restore(place["waiting"])
 
 
-def _rows_as_bytes(rows: Sequence[Sequence[TokenizedSample]]) -> list[list[tuple[bytes, bytes]]]:
+def _rows_as_bytes(rows: Sequence[Sequence[Sample]]) -> list[list[tuple[bytes, bytes]]]:
     return [as_bytes(row) for row in rows]
 
 
-def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list[TokenizedSample]]:
+def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list[Sample]]:
     return [from_bytes(row) for row in rows]
 
 
@@ -313,7 +318,7 @@ __all__ = ["PackedRow", "PackedRows", "setup_rows"]
 def setup_rows(
     config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data_axis: DataAxis
 ) -> PackedRows:
-    """Open the data and return this data rank's rows of `seq_len * micro_batch_size` tokens.
+    """Open the data and return this data rank's rows of `row_tokens`.
 
     Raises:
         DataError: the dataset is missing or has no conversations.

@@ -19,8 +19,10 @@ from prime_rl.trainer.sft.data.conversation import (
     UnmaskableSample,
     special_ids,
 )
+from prime_rl.trainer.sft.data.pairs import Pair, sides_of
 from prime_rl.trainer.sft.data.places import Place, Places
 from prime_rl.trainer.sft.data.sources import Entry, setup_entries
+from prime_rl.utils.conversations import Row, RowFault
 from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from prime_rl.trainer.process.mesh import DataAxis
 
+Sample = TokenizedSample | Pair
+"""What packing keeps together: one sequence, or two that are compared."""
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
 _TOKENS_PER_ROW = 100
@@ -68,7 +72,7 @@ class SampleSource(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    def __next__(self) -> TokenizedSample: ...
+    def __next__(self) -> Sample: ...
 
 
 class SampleStream(SampleSource, Protocol):
@@ -93,7 +97,7 @@ class SampleStream(SampleSource, Protocol):
 class Made:
     """The sample made from a row, if it can be trained on."""
 
-    sample: TokenizedSample | None
+    sample: Sample | None
     """None if the row is skipped."""
     kind: str
     """Name of the count in `SampleCounts` that it belongs to; `seen` for an ordinary row."""
@@ -109,7 +113,7 @@ class Made:
     """Further samples of a row that was split."""
 
     @property
-    def samples(self) -> tuple[TokenizedSample, ...]:
+    def samples(self) -> tuple[Sample, ...]:
         return () if self.sample is None else (self.sample, *self.more)
 
 
@@ -143,7 +147,7 @@ class SampleMaker:
         row = entry.read()
         try:
             with time_limit(self.max_row_s):
-                sample = self._tokenize(row)
+                sequences = self._sequences(row)
         except UnmaskableSample:
             return Made(None, "unmaskable")
         except (BadRow, RecursionError) as error:
@@ -158,43 +162,83 @@ class SampleMaker:
                 f"{entry.where}: tokenizing takes more than {self.max_row_s:g} s: shorten or remove the row, or look "
                 "for a loop in the chat template"
             ) from None
-        is_overlong = sample.inputs > self.config.seq_len
+        longest = max(sequences, key=lambda each: each.inputs)
+        is_overlong = longest.inputs > self.config.seq_len
         if is_overlong and self.config.overlong == "error":
-            count = f"at least {sample.inputs}" if sample.is_cut else sample.inputs
+            count = f"at least {longest.inputs}" if longest.is_cut else longest.inputs
             raise DataError(
                 f"{entry.where}: {count} tokens, more than {self.config.section}.seq_len = {self.config.seq_len}, "
                 f'and {self.config.section}.overlong = "error"'
             )
-        inputs = sample.whole_inputs or sample.inputs
+        inputs = sum(each.whole_inputs or each.inputs for each in sequences)
         if is_overlong and self.config.overlong == "drop":
             return Made(None, "overlong", inputs)
         if is_overlong and self.config.overlong == "split":
-            return self._split(sample)
-        cut = sample.first(self.config.seq_len)
-        if cut.targets == 0:
+            return self._split(longest)
+        cut = [each.first(self.config.seq_len) for each in sequences]
+        if not all(each.targets for each in cut):
             return Made(None, "untrainable", inputs)
-        last_trained = int(sample.token_ids[np.flatnonzero(sample.is_trained)[-1]])
-        end_id = last_trained if last_trained in self._special_ids and not sample.is_cut else None
-        kind = "truncated" if is_overlong else "seen"
-        return Made(cut, kind, inputs, sample.is_cut or end_id is not None, end_id)
+        ends = [self._end_id(each) for each in sequences]
+        has_end = all(each.is_cut or end is not None for each, end in zip(sequences, ends, strict=True))
+        sample: Sample = cut[0]
+        if self.config.holds_pairs:
+            sample = Pair(cut[0], cut[1], -1 if entry.key is None else entry.key)
+            if np.array_equal(cut[0].token_ids, cut[1].token_ids):
+                return self._equal_pair(entry, is_cut=is_overlong)
+        return Made(sample, "truncated" if is_overlong else "seen", inputs, has_end, ends[0])
+
+    def _sequences(self, row: Row) -> tuple[TokenizedSample, ...]:
+        """The sequences that a row makes: one, or in preferences one for each answer."""
+        if not self.config.holds_pairs:
+            return (self._tokenize(row),)
+        try:
+            sides = sides_of(row)
+        except RowFault as fault:
+            raise BadRow(str(fault)) from fault
+        return tuple(self._tokenize(side) for side in sides)
+
+    def _equal_pair(self, entry: Entry, *, is_cut: bool) -> Made:
+        fault = "chosen and rejected have the same tokens"
+        if is_cut:
+            fault = f"{self.config.section}.seq_len = {self.config.seq_len} cuts chosen and rejected to the same text"
+        if self.config.on_bad_row == "skip":
+            return Made(None, "bad", fault=fault)
+        raise BadRow(f"{entry.where}: {fault}")
+
+    def _end_id(self, sequence: TokenizedSample) -> int | None:
+        """The special token that ends the trained part, if there is one. A text that was cut has lost its end."""
+        last_trained = int(sequence.token_ids[np.flatnonzero(sequence.is_trained)[-1]])
+        return last_trained if last_trained in self._special_ids and not sequence.is_cut else None
 
     def _split(self, sample: TokenizedSample) -> Made:
         """The pieces of a long sample that have something to train."""
         pieces = [piece for piece in sample.pieces(self.config.seq_len) if piece.targets]
         if not pieces:
             return Made(None, "untrainable", sample.inputs)
-        last_trained = int(sample.token_ids[np.flatnonzero(sample.is_trained)[-1]])
-        end_id = last_trained if last_trained in self._special_ids else None
+        end_id = self._end_id(sample)
         return Made(pieces[0], "split", sample.inputs, end_id is not None, end_id, more=tuple(pieces[1:]))
 
 
-def as_bytes(samples: Sequence[TokenizedSample]) -> list[tuple[bytes, bytes]]:
+def as_bytes(samples: Sequence[Sample]) -> list[Any]:
     """Convert samples to bytes: checkpoints are loaded without running code, which excludes NumPy arrays."""
-    return [(sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()) for sample in samples]
+    return [
+        (each.key, as_bytes(each.sequences))
+        if isinstance(each, Pair)
+        else (each.token_ids.astype(np.int32).tobytes(), each.is_trained.tobytes())
+        for each in samples
+    ]
 
 
-def from_bytes(pairs: Sequence[tuple[bytes, bytes]]) -> list[TokenizedSample]:
-    return [TokenizedSample(np.frombuffer(ids, np.int32), np.frombuffer(mask, bool)) for ids, mask in pairs]
+def from_bytes(saved: Sequence[Any]) -> list[Any]:
+    """The samples that `as_bytes` converted."""
+    samples: list[Any] = []
+    for first, second in saved:
+        if isinstance(first, int):
+            chosen, rejected = from_bytes(second)
+            samples.append(Pair(chosen, rejected, first))
+        else:
+            samples.append(TokenizedSample(np.frombuffer(first, np.int32), np.frombuffer(second, bool)))
+    return samples
 
 
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -263,7 +307,7 @@ class DatasetStream:
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
         self._warned: set[int] = set()
-        self._pieces: list[TokenizedSample] = []
+        self._pieces: list[Sample] = []
         """Samples of the last row that are still to come (`data.overlong = "split"`)."""
 
     @property
@@ -278,7 +322,7 @@ class DatasetStream:
     def epoch(self) -> int:
         return self.entries.epoch_of(self.position)
 
-    def __next__(self) -> TokenizedSample:
+    def __next__(self) -> Sample:
         if self._pieces:
             return self._pieces.pop(0)
         skipped = 0
@@ -320,6 +364,11 @@ class DatasetStream:
                 return
             yield make(entry)
 
+    def own_share(self) -> Iterator[Made]:
+        """What this data rank reads in the first epoch, without moving or counting. Rows are not streamed."""
+        for position in range(self.data_axis.data_rank, self.row_count, self.data_axis.data_size):
+            yield self._made(self.entries.at(position))
+
     def _useless_share(self) -> str:
         """Why this data rank has nothing to train on."""
         section, axis = self.config.section, self.data_axis
@@ -333,7 +382,7 @@ class DatasetStream:
         same = f"Set {section}.shuffle = true: without, a rank may read the same rows in every epoch"
         return f"{self.config.label}: {share}. {same}"
 
-    def _samples(self, entry: Entry) -> tuple[TokenizedSample, ...]:
+    def _samples(self, entry: Entry) -> tuple[Sample, ...]:
         """The sample of a row, or several; none if it cannot be trained on."""
         made = self._made(entry)
         self.drawn.append(entry.where)

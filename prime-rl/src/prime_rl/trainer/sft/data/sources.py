@@ -24,6 +24,7 @@ from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig, Split
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import check_columns, renamed
+from prime_rl.trainer.sft.data.pairs import SIDES, sides_of
 from prime_rl.utils.conversations import PlainText, RowFault, read_row
 from prime_rl.utils.errors import RowFileError, StartFault
 from prime_rl.utils.logger import count_of
@@ -260,7 +261,7 @@ def prompt_of(row: Row) -> str:
     Blanks do not count. A row that cannot be read is identified by its content.
     """
     try:
-        content = read_row(row)
+        content = read_row(sides_of(row)[0] if all(name in row for name in SIDES) else row)
     except RowFault:
         return json.dumps(row, sort_keys=True, default=str)
     if isinstance(content, PlainText):

@@ -1,0 +1,98 @@
+"""Preference training: root of `dpo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
+
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "cpo", "orpo"]
+WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("simpo", "cpo", "orpo")
+"""Losses that compare the two answers alone, not with the starting model."""
+_SMOOTHED: tuple[PreferenceLoss, ...] = ("sigmoid", "robust", "simpo", "cpo")
+
+
+class PreferenceLossConfig(BaseConfig):
+    """The loss of a pair. Names are TRL's."""
+
+    type: PreferenceLoss = "sigmoid"
+    """`sigmoid` is DPO's own loss; `hinge` is SLiC's, `ipo` bounds the margin, `robust` expects flipped pairs. `simpo`,
+    `cpo` and `orpo` need no reference."""
+
+    beta: float = Field(0.1, gt=0, le=1000)
+    """Strength of the comparison: with a reference, a larger value keeps the model closer to it. SimPO's paper takes 2,
+    IPO's tau is this too. In `orpo` it is the weight of the odds ratio."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs that are expected to be flipped, for `sigmoid`, `robust`, `simpo` and `cpo`."""
+
+    simpo_gamma: float = Field(0.5, ge=0, le=1000)
+    """gamma of `simpo`: the margin that the rewards of both answers should have."""
+
+    rpo_alpha: float | None = Field(None, ge=0, le=1000)
+    """Weight of an SFT term: the mean cross-entropy of the chosen answers' tokens. 0 has none. None takes 1 for `cpo`
+    and `orpo`, which have the term in their papers, and 0 for the others."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.type not in WITHOUT_REFERENCE
+
+    @property
+    def sft_weight(self) -> float:
+        """Weight of the SFT term; 0 without one."""
+        if self.rpo_alpha is not None:
+            return self.rpo_alpha
+        return 1.0 if self.type in ("cpo", "orpo") else 0.0
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        raise_faults(list(self._faults()))
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        if self.label_smoothing and self.type not in _SMOOTHED:
+            yield f"label_smoothing ({self.label_smoothing:g}) needs type {', '.join(_SMOOTHED)} (got {self.type!r})"
+        if "simpo_gamma" in self.model_fields_set and self.type != "simpo" and self.simpo_gamma != 0.5:
+            yield f"simpo_gamma ({self.simpo_gamma:g}) needs type = 'simpo' (got {self.type!r})"
+
+
+class DPOConfig(SFTConfig):
+    """Preference training. Read by `dpo`. It has every key of `SFTConfig`, with the same meaning, and those below. An
+    answer, with its prompt, has at most `data.seq_len` tokens, and a packed row has room for two of that length."""
+
+    component: ClassVar[str] = "dpo"
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """The loss of a pair."""
+
+    @model_validator(mode="after")
+    def _check_preferences(self) -> Self:
+        raise_faults(list(self._preference_faults()))
+        for data in (self.data, *(() if self.val is None else (self.val.data,))):
+            if isinstance(data, SFTDataConfig):
+                data.hold_pairs()
+        return self
+
+    def _preference_faults(self) -> Iterator[str]:
+        data = self.data
+        if not isinstance(data, SFTDataConfig):
+            yield "preferences need a dataset (data.type = 'sft')"
+            return
+        if data.pack_function == "cat":
+            yield "data.pack_function = 'cat' cuts samples, and a pair is compared as a whole: use best_fit or stack"
+        for section in (data, *(() if self.val is None else (self.val.data,))):
+            if section.overlong == "split":
+                yield f"{section.section}.overlong = 'split' divides an answer: use truncate, drop or error"
+        if data.streaming and self.loss.needs_reference:
+            without = ", ".join(WITHOUT_REFERENCE)
+            yield (
+                f"data.streaming = true does not tell all rows at the start, and loss.type = {self.loss.type!r} needs "
+                f"the starting model's log-probabilities of each: set it to false, or loss.type to {without}"
+            )
+
+
+__all__ = ["DPOConfig", "PreferenceLossConfig"]

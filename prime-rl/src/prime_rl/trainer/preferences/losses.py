@@ -1,0 +1,125 @@
+"""Losses of preferences, as functions of the log-probabilities of P pairs.
+
+With the policy's log-probabilities of the chosen and the rejected answer w and l, those of the reference, and the
+lengths of both in tokens, the margin is
+
+    delta = (log pi(w) - log ref(w)) - (log pi(l) - log ref(l))
+
+and sigma is the logistic function. Each function returns the losses [P]; the caller averages them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from prime_rl.configs.dpo import PreferenceLossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PairLogprobs:
+    """Sums over the answers' tokens. Every tensor is [P]; the first two have a gradient."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    ref_chosen: Tensor
+    """0 for a loss without reference."""
+    ref_rejected: Tensor
+
+    @property
+    def chosen_ratio(self) -> Tensor:
+        """log pi(w) - log ref(w)"""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def rejected_ratio(self) -> Tensor:
+        return self.rejected - self.ref_rejected
+
+
+def sigmoid(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """DPO (Rafailov et al. 2023, Direct Preference Optimization): -log sigma(beta*delta).
+
+    With label smoothing e (Mitchell 2023, cDPO): -(1-e)*log sigma(beta*delta) - e*log sigma(-beta*delta).
+    """
+    return _smoothed(config.beta * (pairs.chosen_ratio - pairs.rejected_ratio), config.label_smoothing)
+
+
+def hinge(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """SLiC (Zhao et al. 2023, SLiC-HF), normalized as in RSO (Liu et al. 2023): max(0, 1 - beta*delta)."""
+    return torch.relu(1 - config.beta * (pairs.chosen_ratio - pairs.rejected_ratio))
+
+
+def ipo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """IPO (Azar et al. 2023, A General Theoretical Paradigm): (d - 1/(2*beta))^2.
+
+    d is the margin of the means over tokens, so that a pair's length does not scale its loss; TRL does the same.
+    """
+    delta = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
+    return (delta - 1 / (2 * config.beta)) ** 2
+
+
+def robust(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """Robust DPO (Chowdhury et al. 2024, Provably Robust DPO), an unbiased estimate if a share e of pairs is flipped:
+
+    (-(1-e)*log sigma(beta*delta) + e*log sigma(-beta*delta)) / (1 - 2*e)
+    """
+    share, logits = config.label_smoothing, config.beta * (pairs.chosen_ratio - pairs.rejected_ratio)
+    return (-(1 - share) * logsigmoid(logits) + share * logsigmoid(-logits)) / (1 - 2 * share)
+
+
+def simpo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """SimPO (Meng et al. 2024): -log sigma(beta*(log pi(w)/|w| - log pi(l)/|l|) - gamma), smoothed as DPO is."""
+    delta = pairs.chosen / pairs.chosen_tokens - pairs.rejected / pairs.rejected_tokens
+    return _smoothed(config.beta * delta - config.simpo_gamma, config.label_smoothing)
+
+
+def cpo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """CPO (Xu et al. 2024, Contrastive Preference Optimization): -log sigma(beta*(log pi(w) - log pi(l))).
+
+    Its SFT term is `rpo_alpha`.
+    """
+    return _smoothed(config.beta * (pairs.chosen - pairs.rejected), config.label_smoothing)
+
+
+def orpo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """ORPO (Hong et al. 2024, Monolithic Preference Optimization): -beta*log sigma(log odds(w) - log odds(l)).
+
+    odds(y) = p / (1 - p) with log p = log pi(y)/|y|. Its SFT term is `rpo_alpha`, and beta is the paper's lambda.
+    """
+    chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+    return -config.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+LOSSES: Mapping[str, Callable[[PairLogprobs, PreferenceLossConfig], Tensor]] = {
+    each.__name__: each for each in (sigmoid, hinge, ipo, robust, simpo, cpo, orpo)
+}
+"""By `loss.type`."""
+
+
+def rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
+    """The rewards of chosen and rejected answers that the loss compares, without gradient."""
+    chosen, rejected = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
+    if config.type in ("simpo", "orpo"):
+        chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+    return config.beta * chosen, config.beta * rejected
+
+
+def _smoothed(logits: Tensor, share: float) -> Tensor:
+    """The logistic loss, with a share of the pairs flipped."""
+    loss = -logsigmoid(logits)
+    return loss if share == 0 else (1 - share) * loss - share * logsigmoid(-logits)
+
+
+def _log_odds(logprob: Tensor) -> Tensor:
+    """log(p / (1 - p)). Near p = 1 expm1 keeps the digits of 1 - p, and near p = 0 log1p does."""
+    # Both branches of `where` have a gradient, so each sees only values at which it is finite.
+    near_one = logprob > -0.6931472
+    of_large = (-torch.expm1(torch.where(near_one, logprob, -1.0).clamp(max=-1e-7))).log()
+    of_small = torch.log1p(-torch.where(near_one, -1.0, logprob).exp())
+    return logprob - torch.where(near_one, of_large, of_small)

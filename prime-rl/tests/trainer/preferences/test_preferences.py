@@ -1,0 +1,264 @@
+"""Preference training: losses equal TRL's, rows of all formats, and runs that resume exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from prime_rl.configs.dpo import DPOConfig, PreferenceLossConfig
+from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs
+from prime_rl.trainer.preferences.objective import Preferences, reference_logprobs
+from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.data.pairs import sides_of
+from prime_rl.trainer.sft.data.samples import DatasetStream, SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
+from prime_rl.trainer.sft.run import run
+from prime_rl.trainer.sft.step import forward_backward, sizes_of
+from prime_rl.trainer.sft.validation import packed
+from prime_rl.utils.conversations import RowFault
+from prime_rl.utils.pydantic_config import ConfigError, load_config
+
+TRL = json.loads(Path(__file__).with_name("trl_losses.json").read_text(encoding="utf-8"))
+CHECKPOINT = Path(__file__).parents[4] / "examples" / "reverse_text" / "checkpoint"
+
+Rows = list[dict[str, Any]]
+
+
+def written(file: Path, rows: Rows) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def pairs_of(file: Path, **keys: Any) -> SFTDataConfig:
+    data = SFTDataConfig(**{"name": str(file), "seq_len": 128, "shuffle": False, **keys})
+    data.hold_pairs()
+    return data
+
+
+# Losses, gradients and metrics. benchmarks/preferences/trl_losses.py wrote those of TRL.
+
+
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="the examples are not part of an installed prime-rl")
+def test_every_variant_has_the_tokens_losses_gradients_and_metrics_of_trl(tmp_path: Path, mesh: Mesh) -> None:
+    data = pairs_of(written(tmp_path / "rows.jsonl", TRL["rows"]))
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    stream = DatasetStream(data, tokenizer, mesh.data_axis)
+    samples = [sample for made in stream.own_share() for sample in made.samples]
+    theirs = TRL["cases"]["sigmoid"]["trl"]["tokens"]
+    # TRL's batch has all chosen answers first.
+    ours = [sample.chosen for sample in samples] + [sample.rejected for sample in samples]
+    assert [each.token_ids.tolist() for each in ours] == [each["ids"] for each in theirs]
+    assert [each.is_trained.tolist() for each in ours] == [each["is_trained"] for each in theirs]
+
+    model = setup_model(ModelConfig(name=str(CHECKPOINT), attn="sdpa"), mesh)
+    reference = reference_logprobs(model, stream, mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            at = torch.arange(local.numel(), dtype=torch.float64)
+            local += (0.02 * torch.sin(at)).to(local.dtype).view_as(local)
+    rows = packed(samples, data)
+    for name, case in TRL["cases"].items():
+        objective = Preferences(PreferenceLossConfig(**case["loss"]), reference)
+        found = forward_backward(model, rows, objective, sizes_of(rows, objective), mesh)
+        gradients = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
+        norms = {key: float(gradients[key].double().norm()) for key in case["trl"]["gradient_norms"]}
+        model.zero_grad()
+        expected = {"loss": case["trl"]["loss"], **case["trl"]["metrics"]}
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+        assert norms == pytest.approx(case["trl"]["gradient_norms"], rel=1e-4), name
+
+
+def pair(chosen: float, rejected: float, lengths: tuple[int, int] = (2, 4), ref: tuple[float, float] = (0, 0)) -> Any:
+    values = (chosen, rejected, *lengths, *ref)
+    return PairLogprobs(*(torch.tensor([float(each)], dtype=torch.float64) for each in values))
+
+
+SIGMOID: Callable[[float], float] = lambda x: float(1 / (1 + np.exp(-x)))  # noqa: E731
+FORMULAS = [
+    ({"type": "sigmoid", "beta": 0.5}, pair(-1, -3, ref=(-2, -2.5)), -np.log(SIGMOID(0.5 * (1 - -0.5)))),
+    (
+        {"type": "sigmoid", "beta": 0.5, "label_smoothing": 0.1},
+        pair(-1, -3),
+        -0.9 * np.log(SIGMOID(1)) - 0.1 * np.log(SIGMOID(-1)),
+    ),
+    ({"type": "hinge", "beta": 0.1}, pair(-1, -3), 0.8),
+    ({"type": "ipo", "beta": 0.25}, pair(-1, -3), (-0.5 + 0.75 - 2) ** 2),
+    ({"type": "simpo", "beta": 2, "simpo_gamma": 0.25}, pair(-1, -3), -np.log(SIGMOID(2 * 0.25 - 0.25))),
+    ({"type": "cpo", "beta": 0.5}, pair(-1, -3), -np.log(SIGMOID(1))),
+    (
+        {"type": "orpo", "beta": 1},
+        pair(-1, -3),
+        -np.log(SIGMOID(np.log(np.exp(-0.5) / (1 - np.exp(-0.5))) - np.log(np.exp(-0.75) / (1 - np.exp(-0.75))))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "pairs", "expected"), FORMULAS, ids=lambda each: str(each)[:40])
+def test_a_loss_is_its_papers_formula(keys: dict[str, Any], pairs: PairLogprobs, expected: float) -> None:
+    config = PreferenceLossConfig(**keys)
+    assert float(LOSSES[config.type](pairs, config)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_orpo_is_finite_for_answers_that_are_certain_or_impossible() -> None:
+    config = PreferenceLossConfig(type="orpo", beta=1)
+    values = [0.0, -1e-8, -900.0], [-900.0, 0.0, 0.0]
+    chosen, rejected = (torch.tensor(each, requires_grad=True) for each in values)
+    counts, zeros = torch.ones(3), torch.zeros(3)
+    LOSSES["orpo"](PairLogprobs(chosen, rejected, counts, counts, zeros, zeros), config).sum().backward()
+    assert chosen.grad is not None
+    assert torch.isfinite(chosen.grad).all()
+
+
+# Rows.
+
+ASKED = [{"role": "user", "content": "dose?"}]
+GOOD, BAD = [{"role": "assistant", "content": "ask"}], [{"role": "assistant", "content": "more"}]
+FORMATS = {
+    "messages with a prompt": {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+    "messages that begin alike": {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+    "UltraFeedback": {"prompt": "dose?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD, "score_chosen": 8.0},
+    "a text and messages": {"prompt": "dose?", "chosen": GOOD, "rejected": BAD},
+    "messages as JSON": {"prompt": json.dumps(ASKED), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+    "HH-RLHF": {
+        "chosen": "\n\nHuman: dose?\n\nAssistant: ask",
+        "rejected": "\n\nHuman: dose?\n\nAssistant: more",
+    },
+}
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_formats_of_messages_give_the_same_prompt_and_answers(row: dict[str, Any]) -> None:
+    assert [dict(side) for side in sides_of(row)] == [
+        {"prompt": ASKED, "completion": GOOD},
+        {"prompt": ASKED, "completion": BAD},
+    ]
+
+
+def test_texts_share_a_prompt_that_ends_before_a_blank() -> None:
+    explicit = sides_of({"prompt": "a b", "chosen": " c", "rejected": " d"})
+    implicit = sides_of({"chosen": "a b c", "rejected": "a b d"})
+    expected = [{"prompt": "a b", "completion": " c"}, {"prompt": "a b", "completion": " d"}]
+    assert [dict(side) for side in explicit] == [dict(side) for side in implicit] == expected
+    (messages, _) = sides_of({"prompt": ASKED, "chosen": "ask", "rejected": "more"})
+    assert dict(messages) == {"prompt": ASKED, "response": "ask"}
+
+
+FAULTS = {
+    "`rejected` is missing": {"prompt": "a", "chosen": "b"},
+    "`chosen` is empty": {"prompt": "a", "chosen": " ", "rejected": "c"},
+    "`chosen` and `rejected` are equal": {"prompt": "a", "chosen": "b", "rejected": "b"},
+    "`chosen` and `rejected` must both be message lists or both strings": {"chosen": "b", "rejected": BAD},
+}
+
+
+@pytest.mark.parametrize(("fault", "row"), FAULTS.items(), ids=FAULTS)
+def test_a_faulty_pair_says_what_is_wrong(fault: str, row: dict[str, Any]) -> None:
+    with pytest.raises(RowFault) as caught:
+        sides_of(row)
+    assert str(caught.value) == fault
+
+
+def test_a_pair_that_is_cut_to_the_same_text_is_named_by_file_and_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "abcdefgh", "chosen": "xy", "rejected": "xz"}]
+    data = pairs_of(written(tmp_path / "rows.jsonl", rows), seq_len=8)
+    make, entries = SampleMaker(data, AutoTokenizer.from_pretrained(tiny_model_dir)), setup_entries(data)
+    make(entries.at(0))
+    with pytest.raises(DataError, match=r"rows.jsonl:2: data.seq_len = 8 cuts chosen and rejected to the same"):
+        make(entries.at(1))
+
+
+def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    rows = [{"prompt": "a" * at, "chosen": "b", "rejected": "cc"} for at in range(1, 40)]
+    data = pairs_of(written(tmp_path / "rows.jsonl", rows), seq_len=32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    one, other = (setup_rows(data, tokenizer, len(tokenizer), mesh.data_axis) for _ in range(2))
+    next(one)
+    other.load_state([one.state()])
+    for _ in range(5):
+        mine, theirs = next(one), next(other)
+        assert (mine.input_ids == theirs.input_ids).all()
+        assert [pair.key for pair in mine.pairs] == [pair.key for pair in theirs.pairs]
+
+
+# Configs and runs.
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--loss.beta=0"], "loss.beta"),
+        (["--loss.type=sigmod"], "did you mean 'sigmoid'?"),
+        (["--loss.type=hinge", "--loss.label-smoothing=0.1"], "label_smoothing (0.1) needs type"),
+        (["--data.pack-function=cat"], "a pair is compared as a whole"),
+        (["--data.overlong=split"], "data.overlong = 'split' divides an answer"),
+        (["--data.streaming"], "needs the starting model's log-probabilities"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_a_config_that_cannot_work_is_refused_in_one_line(options: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(DPOConfig, [], ["--data.seq-len=64", *options])
+    assert len(caught.value.faults) == 1
+    assert fault in caught.value.faults[0]
+
+
+def made_up(count: int) -> Rows:
+    letters = "abcdefgh"
+    words = ["".join(letters[(at * 7 + place * (at % 5 + 1)) % 8] for place in range(5)) for at in range(count)]
+    return [{"prompt": f"{word}:", "chosen": word[::-1], "rejected": word + "?"} for word in words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+def test_a_run_learns_and_continues_exactly(tiny_model_dir: Path, tmp_path: Path, is_lora: bool) -> None:
+    base: dict[str, Any] = {
+        "device": "cpu",
+        "model": {"name": str(tiny_model_dir), "attn": "sdpa", **({"lora": {"rank": 4}} if is_lora else {})},
+        "data": {"name": str(written(tmp_path / "rows.jsonl", made_up(48))), "batch_size": 2, "seq_len": 64},
+        "val": {"size": 8, "interval": 6, "on_start": True},
+        "optim": {"lr": 2e-2 if is_lora else 2e-3},
+        "loss": {"rpo_alpha": 0.1},
+    }
+
+    def metrics_of(name: str, **keys: Any) -> Rows:
+        assert run(DPOConfig(**{**base, "output_dir": tmp_path / name, **keys})) == 0
+        return [json.loads(line) for line in RunPaths(tmp_path / name).metrics.read_text().splitlines()]
+
+    straight = metrics_of("straight", max_steps=6, ckpt={"interval": 6})
+    metrics_of("halves", max_steps=3, ckpt={"interval": 3})
+    halves = metrics_of("halves", max_steps=6, ckpt={"interval": 3, "resume_step": 3})
+
+    def weights(name: str) -> dict[str, Tensor]:
+        return {
+            f"{file.name} {key}": value
+            for file in RunPaths(tmp_path / name).weight(6).glob("*.safetensors")
+            for key, value in load_file(file).items()
+        }
+
+    one, other = weights("straight"), weights("halves")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    losses = [[line["loss/mean"] for line in lines if "loss/mean" in line] for lines in (straight, halves)]
+    assert losses[0] == losses[1]
+    validations = [line for line in straight if "val/loss" in line]
+    first, last = validations[0], validations[-1]
+    assert first["val/rewards/margins"] == 0.0
+    assert last["val/loss"] < first["val/loss"]
+    assert last["val/rewards/margins"] > 0
+    assert "val/perplexity" not in last
