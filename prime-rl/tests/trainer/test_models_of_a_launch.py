@@ -1,4 +1,4 @@
-"""Several processes build the model that one process loads: only rank 0 reads the files."""
+"""Several processes build the model that one process loads: each reads its own slices of the files."""
 
 from __future__ import annotations
 

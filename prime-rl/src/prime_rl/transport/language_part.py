@@ -147,6 +147,24 @@ def part_of(model: PreTrainedModel) -> LanguagePart | None:
     return part
 
 
+def find_part(model: PreTrainedModel, name: str) -> LanguagePart:
+    """Find the weights of `model`, which may be on the meta device, in the checkpoint `name`.
+
+    Raises:
+        StartFault: the files do not hold it.
+        OSError: a hub id cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    patterns = ["*.safetensors", "*.json", "*.jinja"]
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
+    with torch.device("meta"):
+        of_whole = AutoConfig.from_pretrained(folder)
+        whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
+    return LanguagePart.of(model, whole, folder)
+
+
 def load_part(
     config: PretrainedConfig, name: str, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
@@ -159,16 +177,11 @@ def load_part(
         StartFault: the files do not hold it.
         OSError: a hub id cannot be downloaded.
     """
-    from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM
 
-    patterns = ["*.safetensors", "*.json", "*.jinja"]
-    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     with torch.device("meta"):
         blank: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-        of_whole = AutoConfig.from_pretrained(folder)
-        whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
-    part = LanguagePart.of(blank, whole, folder)
+    part = find_part(blank, name)
     loaded: Any = type(blank).from_pretrained(
         None,
         config=config,

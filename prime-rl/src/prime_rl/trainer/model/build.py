@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,23 @@ from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
-from prime_rl.trainer.model.lora import add_adapters, load_adapter, log_adapters, merge_into
+from prime_rl.trainer.model.loading import (
+    Checkpoint,
+    checkpoint_files,
+    compute_buffers,
+    fill,
+    spread,
+    unchanged,
+    untie_different,
+)
+from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, float32_names, load_adapter, log_adapters
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
-from prime_rl.transport.language_part import attach, language_config, load_part, part_of
+from prime_rl.transport.language_part import attach, find_part, language_config, part_of
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
@@ -202,10 +211,6 @@ def load_model_class(model_config: PretrainedConfig, name: str) -> None:
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_BUFFER_DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-)
 _RANDOM_INIT_SEED = 0
 _DROPOUT_SEED = 0
 
@@ -236,22 +241,24 @@ def setup_model(
     model_config, is_part = load_model_config(config)
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
-    adapt = partial(add_adapters, config=config.lora, compute_dtype=compute_dtype(config, process.device))
-    # Only rank 0 reads the weights; the other ranks receive their shards from it.
-    built_on = home if process.world_size == 1 else torch.device("cpu")
-    full = adapt(_build_full(config, model_config, options, built_on, is_part)) if process.is_main else None
-    if full is not None and config.lora is not None and config.lora.path is not None:
-        load_adapter(full, Path(config.lora.path))
-    if full is not None and process.world_size == 1:
-        # Transformers decorates `to`, which hides from type checkers that it is a method.
-        model = full.to(home)  # type: ignore[arg-type]
+    # Without values, which come after sharding: no process ever holds the whole model.
+    model = _build_blank(model_config, options)
+    weights: Callable[[PreTrainedModel], None]
+    if config.debug.random_init:
+        # Rank 0 draws the whole model, on the host if there are other ranks.
+        drawn_on = home if process.world_size == 1 else torch.device("cpu")
+        drawn = _draw(model_config, options, drawn_on)
+        if is_part and process.is_main:
+            name = type(model).__name__
+            get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
+        weights = partial(spread, whole=drawn, names=list(model.state_dict()), dtype=options["dtype"])
     else:
-        model = adapt(_untied_like(full, _build_blank(model_config, options), process))
+        weights = _find_weights(config, model, options["dtype"], process, is_part)
+    compute_buffers(model, float32_names(model, options["dtype"]))
+    add_adapters(model, config.lora, compute_dtype(config, process.device))
     if config.lora is not None and process.is_main:
         log_adapters(model)
-    for built in (full, model):
-        if built is not None:
-            fix_rotary_lengths(built, config.seq_len)
+    fix_rotary_lengths(model, config.seq_len)
     if config.freeze_moe_router:
         freeze_routers(model)
     if process.device.type == "cpu" and config.compile is None:
@@ -267,13 +274,13 @@ def setup_model(
         get_logger().info(f"Layers with a state: {layers.description}")
     prepare_blocks(model, config, process.device, is_random, layers)
     _shard(model, config, mesh)
-    if process.world_size > 1:
-        _scatter_weights(full, model, home, process)
-    if full is not None:
-        # How the files name the weights, and so how an export does. Only a model that was loaded knows.
-        model._weight_conversions = getattr(full, "_weight_conversions", None)
-        attach(model, part_of(full))
-    model.generation_config = _generation_config(model if full is None else full)
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
+    weights(model)
+    if config.lora is not None:
+        draw_adapters(model)
+        if config.lora.path is not None:
+            load_adapter(model, Path(config.lora.path), is_main=process.is_main)
+    model.generation_config = _generation_config(model, config, process)
     keep_gradients(model, process)
     enable_scoring(model, layers)
     # With compilation, every combination of sequence lengths would need its own graph.
@@ -386,65 +393,72 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
     return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
 
 
-def _build_full(
-    config: ModelConfig, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device, is_part: bool
-) -> PreTrainedModel:
-    """Build the unsharded model: loaded from `config.name` in host memory, or drawn on `device` from a fixed seed.
+def _find_weights(
+    config: ModelConfig, model: PreTrainedModel, dtype: torch.dtype, process: Process, is_part: bool
+) -> Callable[[PreTrainedModel], None]:
+    """Find the weights of `model`, which has no values yet, in the checkpoint `config.name`. Collective.
 
-    With `is_part`, `config.name` is a checkpoint of several parts, and the model its language part.
+    With `is_part`, the checkpoint has several parts, and the model is its language part. Returns a function that reads
+    the weights into the model once it is sharded.
+
+    Raises:
+        ModelError: there are no such files, or they lack a weight.
+    """
+    key = f"model.name = {config.name}"
+    try:
+        if is_part:
+            part = find_part(model, config.name)
+            attach(model, part)
+            checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names)
+        else:
+            checkpoint = Checkpoint.open(checkpoint_files(config.name, model, process))
+        plan = checkpoint.plan(model)
+    except StartFault as error:
+        raise ModelError(f"{key}: {error}") from error
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        hint = "; to start from random weights set model.debug.random_init = true"
+        raise ModelError(load_error("model.name", config.name, error) + hint) from error
+    if fault := loading_fault(plan.report):
+        raise ModelError(f"{key}: {fault}")
+    if process.is_main and config.debug.num_layers is None and (unused := unused_tensors(plan.report)):
+        get_logger().warning(unused)
+    untie_different(model, plan, dtype, process)
+    # How the files name the weights, and so how an export does.
+    model._weight_conversions = plan.conversions  # type: ignore[assignment]
+    if config.language_model_only:
+        _export_alone(model, process)
+    merge = None if config.adapter is None else Merge.of(model, Path(config.adapter))
+    if merge is not None and process.is_main:
+        get_logger().info(f"Merged the adapter {merge.folder} into the model")
+    return partial(fill, plan=plan, dtype=dtype, change=unchanged if merge is None else merge.change)
+
+
+def _draw(model_config: PretrainedConfig, options: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Random weights of the whole model from a fixed seed, drawn on `device`.
 
     A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
     """
-    try:
-        if config.debug.random_init:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                torch.manual_seed(_RANDOM_INIT_SEED)
-                drawn = AutoModelForCausalLM.from_config(model_config, **options)
-            if is_part:
-                name = type(drawn).__name__
-                get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
-            return _in_one_dtype(drawn, options["dtype"])
-        # The report says what would otherwise be random in silence.
-        loaded: object = (
-            load_part(model_config, config.name, options)
-            if is_part
-            else AutoModelForCausalLM.from_pretrained(
-                config.name, config=model_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-        )
-    except StartFault as error:
-        raise ModelError(f"model.name = {config.name}: {error}") from error
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        hint = "" if config.debug.random_init else "; to start from random weights set model.debug.random_init = true"
-        raise ModelError(load_error("model.name", config.name, error) + hint) from error
-    # Transformers annotates only the model.
-    model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
-    if fault := loading_fault(report):
-        raise ModelError(f"model.name = {config.name}: {fault}")
-    if config.debug.num_layers is None and (unused := unused_tensors(report)):
-        get_logger().warning(unused)
-    if config.language_model_only:
-        _export_alone(model)
-    if config.adapter is not None:
-        merge_into(model, Path(config.adapter))
-    # Loading makes every weight a trained one, also those that the model's code declares as frozen.
-    for name, declared in _build_blank(model_config, options).named_parameters():
-        model.get_parameter(name).requires_grad_(declared.requires_grad)
-    return _in_one_dtype(model, options["dtype"])
+    if dist.get_rank() != 0:
+        return {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(_RANDOM_INIT_SEED)
+        whole = AutoModelForCausalLM.from_config(model_config, **options)
+        return dict(_in_one_dtype(whole, options["dtype"]).state_dict())
 
 
-def _export_alone(model: PreTrainedModel) -> None:
+def _export_alone(model: PreTrainedModel, process: Process) -> None:
     """Make exports of `model` leave the other tensors of its checkpoint out."""
     part, name = part_of(model), type(model).__name__
     if part is None:
-        get_logger().warning(f"model.language_model_only has no effect: {name} is a language model alone")
+        if process.is_main:
+            get_logger().warning(f"model.language_model_only has no effect: {name} is a language model alone")
         return
     attach(model, replace(part, is_exported_alone=True))
-    count = len(part.names_of_others())
-    get_logger().info(
-        f"model.language_model_only: exports hold the language model alone, as {name}, without {count} other tensors "
-        "of the checkpoint"
-    )
+    if process.is_main:
+        get_logger().info(
+            f"model.language_model_only: exports hold the language model alone, as {name}, without "
+            f"{len(part.names_of_others())} other tensors of the checkpoint"
+        )
 
 
 def _build_blank(model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
@@ -480,57 +494,21 @@ def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:
     shard(model)
 
 
-def _scatter_weights(full: nn.Module | None, model: nn.Module, home: torch.device, process: Process) -> None:
-    """Fill the sharded model of every rank from rank 0's `full` model. Parameters are stored on `home`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    model.to_empty(device=home)
-    # Not strict: buffers come below. torch would pickle those that are a single number, which no rank accepts.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    weights: dict[str, Any] = {} if full is None else dict(full.named_parameters(remove_duplicate=False))
-    set_model_state_dict(model, weights, options=options)
-    # Buffers such as the rotary frequencies are in no state dict. Loading may have changed the dtypes of others.
-    buffers = list(model.named_buffers())
-    # Numbers, so that nothing is unpickled.
-    own = [0 if full is None else _BUFFER_DTYPES.index(full.get_buffer(name).dtype) for name, _ in buffers]
-    dtypes = torch.tensor(own, dtype=torch.long, device=process.device)
-    dist.broadcast(dtypes, src=0)
-    for (name, buffer), number in zip(buffers, dtypes.tolist(), strict=True):
-        filled = (buffer if full is None else full.get_buffer(name)).to(process.device, _BUFFER_DTYPES[number])
-        dist.broadcast(filled, src=0)
-        owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, filled)
-
-
-def _untied_like(full: PreTrainedModel | None, blank: PreTrainedModel, process: Process) -> PreTrainedModel:
-    """Give the weights of `blank` that its config ties and rank 0's `full` model does not a separate tensor.
-
-    Transformers unties weights whose files hold different values. Collective. Returns `blank`.
-    """
-    tied = sorted(blank.all_tied_weights_keys)
-    if not tied:
-        return blank
-    is_tied = torch.tensor([full is None or name in full.all_tied_weights_keys for name in tied], device=process.device)
-    dist.broadcast(is_tied, src=0)
-    for name, stays in zip(tied, is_tied.tolist(), strict=True):
-        if not stays:
-            del blank.all_tied_weights_keys[name]
-            owner, _, own_name = name.rpartition(".")
-            own = nn.Parameter(torch.empty_like(blank.get_parameter(name)))
-            setattr(blank.get_submodule(owner), own_name, own)
-    return blank
-
-
-def _generation_config(loaded: PreTrainedModel) -> GenerationConfig:
-    """Exported with the model. It is read together with the weights, so that only the `loaded` model has it.
+def _generation_config(model: PreTrainedModel, config: ModelConfig, process: Process) -> GenerationConfig:
+    """Exported with the model, so that only the main process reads the checkpoint's.
 
     A model that brings its own code may have none.
     """
-    own = getattr(loaded, "generation_config", None)
-    part = part_of(loaded)
+    part = part_of(model)
     if part is not None and (part.folder / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(part.folder)
-    return own or GenerationConfig.from_model_config(loaded.config)
+        return GenerationConfig.from_pretrained(part.folder)
+    own = getattr(model, "generation_config", None)
+    if own is not None and part is None and process.is_main and not config.debug.random_init:
+        try:
+            own = GenerationConfig.from_pretrained(config.name)
+        except OSError:
+            own = GenerationConfig.from_pretrained(config.name, config_file_name="config.json", _from_model_config=True)
+    return own or GenerationConfig.from_model_config(model.config)
 
 
 def _is_router(name: str, module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -28,6 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import LoRAConfig, is_regex
+from prime_rl.trainer.model.loading import Index, index_of, put, put_own
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
 from prime_rl.utils.errors import StartFault
@@ -160,22 +161,25 @@ _SEED = 0
 class LowRank(nn.Module):
     """Computes `scale * B A x`, which is zero before training.
 
-    A [*stack, rank, in] is initialized uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), and B [*stack, out, rank]
-    with zeros, in the dtype and on the device of the adapted weight. `stack` is empty or the number of experts.
+    A [*stack, rank, in] and B [*stack, out, rank] have the dtype and the device of the adapted weight, and no values
+    before `draw`. `stack` is empty or the number of experts.
     """
 
-    def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int, generator: torch.Generator) -> None:
+    def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int) -> None:
         super().__init__()
         *stack, _, in_features = weight.shape
         self.A = nn.Parameter(weight.new_empty(*stack, config.rank, in_features))
-        self.B = nn.Parameter(weight.new_zeros(*stack, out_features, config.rank))
-        if not weight.is_meta:
-            bound = 1 / math.sqrt(in_features)
-            # Drawn on the CPU with one generator, so that values do not depend on device or number of processes.
-            drawn = torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator)
-            self.A.data.copy_(drawn)
+        self.B = nn.Parameter(weight.new_empty(*stack, out_features, config.rank))
         self.rank, self.alpha = config.rank, config.alpha
         self.dropout = nn.Dropout(config.dropout)
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), and B with zeros."""
+        bound = 1 / math.sqrt(self.A.shape[-1])
+        # Drawn whole and on the CPU, so that values do not depend on device or number of processes.
+        put_own(self.A, torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
+        put_own(self.B, torch.zeros(()).expand(self.B.shape))
 
     @property
     def scale(self) -> float:
@@ -205,7 +209,8 @@ class _StackedExperts(Protocol):
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtype: torch.dtype) -> PreTrainedModel:
-    """Freeze `model` except for `modules_to_save`, and add the adapters in `config`. None changes nothing.
+    """Freeze `model` except for `modules_to_save`, and add the adapters in `config`, without values. None changes
+    nothing.
 
     Frozen weights are only read in the compute dtype, so they are stored in it if it is smaller than their own. Those
     that Transformers loads in float32 stay in it, because exports do too.
@@ -216,16 +221,15 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
     if config is None:
         return model
     chosen = select_modules(model, config)
-    generator = torch.Generator().manual_seed(_SEED)
     model.requires_grad_(False)
     for module in chosen.saved.values():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
     for module in chosen.linear.values():
-        module.lora = LowRank(config, module.weight, module.weight.shape[0], generator)
+        module.lora = LowRank(config, module.weight, module.weight.shape[0])
         module.register_forward_hook(_add_low_rank)
     for module in chosen.experts.values():
-        _adapt_experts(module, config, generator)
+        _adapt_experts(module, config)
     in_float32 = float32_names(model, compute_dtype)
     for name, parameter in model.named_parameters():
         is_larger = compute_dtype.itemsize < parameter.dtype.itemsize
@@ -234,11 +238,21 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
     return model
 
 
-@torch.no_grad()
-def load_adapter(model: PreTrainedModel, path: Path) -> None:
-    """Continue the adapter at `path`: fill the adapters of the unsharded `model`, and its modules trained in full.
+def draw_adapters(model: nn.Module) -> None:
+    """Initialize the adapters of a sharded model: first those of linear layers, then those of experts."""
+    generator = torch.Generator().manual_seed(_SEED)
+    added = [module.lora for module in model.modules() if isinstance(getattr(module, "lora", None), nn.Module)]
+    of_linear = [each for each in added if isinstance(each, LowRank)]
+    of_experts = [part for each in added if isinstance(each, nn.ModuleDict) for part in each.values()]
+    for adapter in (*of_linear, *of_experts):
+        cast("LowRank", adapter).draw(generator)
 
-    Modules that the file does not have start as in a new run; a warning names them.
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, path: Path, *, is_main: bool) -> None:
+    """Continue the adapter at `path`: fill the adapters of the sharded `model`, and its modules trained in full.
+
+    Modules that the file does not have start as in a new run; a warning names them. Process `is_main` logs.
 
     Raises:
         ModelError: the file holds tensors of other modules, or of other shapes.
@@ -246,19 +260,26 @@ def load_adapter(model: PreTrainedModel, path: Path) -> None:
     folder, _, state = _read_adapter("model.lora.path", path, model)
     fresh: list[str] = []
     for name, tensor in _trained_tensors(model):
-        for own, part in _hub_tensors(name, tensor.detach()):
+        for own, expert in _hub_names(name, tensor.shape):
             given = state.pop(own, None)
+            shape = tensor.shape if expert is None else tensor.shape[1:]
             if given is None:
                 fresh.append(own.partition(".lora_")[0])
-            elif given.shape != part.shape:
-                raise ModelError(f"{folder}: {own} has shape {list(given.shape)}, and this model's {list(part.shape)}")
+            elif given.shape != shape:
+                raise ModelError(f"{folder}: {own} has shape {list(given.shape)}, and this model's {list(shape)}")
+            elif expert is None:
+                put_own(tensor, given)
             else:
-                part.copy_(given)
+                at, *rest = index_of(tensor)
+                if at.start <= expert < at.stop:
+                    put(tensor, (slice(expert, expert + 1), *rest), given[None])
     if state:
         raise ModelError(
             f"{folder} has {len(state)} tensors that this config does not train, such as {next(iter(state))}: name "
             "their modules in model.lora.target_modules or model.lora.modules_to_save, or merge it with model.adapter"
         )
+    if not is_main:
+        return
     get_logger().info(f"LoRA: continues the adapter {folder}")
     if fresh:
         modules = list(dict.fromkeys(fresh))
@@ -267,27 +288,53 @@ def load_adapter(model: PreTrainedModel, path: Path) -> None:
         )
 
 
-@torch.no_grad()
-def merge_into(model: PreTrainedModel, path: Path) -> None:
-    """Add the adapter at `path` to the weights of the unsharded `model`, in float32, and load its modules in full.
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """An adapter that is added to the weights of a model, in float32, while they are read."""
 
-    Raises:
-        ModelError: a tensor fits no weight of the model.
-    """
-    folder, scale, state = _read_adapter("model.adapter", path, model)
-    modules = dict(model.named_modules())
-    for name in [name for name in state if name.endswith(".lora_A.weight")]:
-        a, b = state.pop(name), state.pop(name.replace(".lora_A.", ".lora_B."), None)
-        weight = _weight_at(modules, name.removesuffix(".lora_A.weight"))
-        if weight is None or b is None or (b.shape[0], a.shape[1]) != weight.shape or b.shape[1] != a.shape[0]:
-            raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
-        weight.copy_(weight.float() + b.float() @ a.float() * scale)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in state.items():
-        if name not in parameters or parameters[name].shape != value.shape:
-            raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
-        parameters[name].copy_(value)
-    get_logger().info(f"Merged the adapter {folder} into the model")
+    folder: Path
+    scale: float
+    updates: Mapping[str, Sequence[tuple[Index, Tensor, Tensor]]]
+    """By the name of a weight: a place in it, A and B."""
+    saved: Mapping[str, Tensor]
+    """Values of modules that were trained in full."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, path: Path) -> Merge:
+        """Read the adapter at `path`, for a `model` that may be on the meta device.
+
+        Raises:
+            ModelError: a tensor fits no weight of the model.
+        """
+        folder, scale, state = _read_adapter("model.adapter", path, model)
+        modules = dict(model.named_modules())
+        updates: dict[str, list[tuple[Index, Tensor, Tensor]]] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name in [name for name in state if name.endswith(".lora_A.weight")]:
+            a, b = state.pop(name), state.pop(name.replace(".lora_A.", ".lora_B."), None)
+            weight, at = _place_of(modules, name.removesuffix(".lora_A.weight"))
+            shape = None if weight is None else parameters[weight][at].shape[-2:]
+            if weight is None or b is None or (b.shape[0], a.shape[1]) != shape or b.shape[1] != a.shape[0]:
+                raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
+            updates.setdefault(weight, []).append((at, a, b))
+        for name, value in state.items():
+            if name not in parameters or parameters[name].shape != value.shape:
+                raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
+        return cls(folder, scale, updates, state)
+
+    def change(self, name: str, values: Tensor, index: Index) -> Tensor:
+        """The merged values of parameter `name` at `index`, whose values in the checkpoint are `values`."""
+        if name in self.saved:
+            return self.saved[name][index].to(values.dtype)
+        for at, a, b in self.updates.get(name, ()):
+            # Whole products, so that values do not depend on the number of processes.
+            delta = b.float() @ a.float() * self.scale
+            if len(index) == 2:
+                values = (values.float() + delta[index]).to(values.dtype)
+            elif index[0].start <= at[0].start < index[0].stop:
+                part = values[at[0].start - index[0].start, at[1]]
+                part.copy_(part.float() + delta)
+        return values
 
 
 def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, float, dict[str, Tensor]]:
@@ -319,18 +366,24 @@ def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, f
     return folder, scale, state
 
 
-def _weight_at(modules: Mapping[str, nn.Module], path: str) -> Tensor | None:
-    """The weight that an adapter at `path` updates: a linear layer's, or one expert's part of a stacked weight."""
+def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, Index]:
+    """The name of the weight that an adapter at `path` updates, and the place in it.
+
+    It is a linear layer's, or one expert's part of a stacked weight; None if there is none.
+    """
     if (module := modules.get(path)) is not None:
-        return module.weight if isinstance(module, nn.Linear) else None
+        return (f"{path}.weight" if isinstance(module, nn.Linear) else None), ()
     experts, _, rest = path.rpartition(f".{_STACKED_EXPERTS}.")
     index, _, part = rest.partition(".")
     stacked = modules.get(f"{experts}.{_STACKED_EXPERTS}")
     for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(stacked, name, None)
         if part in parts and index.isdigit() and isinstance(weight, Tensor) and int(index) < len(weight):
-            return weight[int(index)].chunk(len(parts))[parts.index(part)]
-    return None
+            rows = weight.shape[-2] // len(parts)
+            start = rows * parts.index(part)
+            place = (slice(int(index), int(index) + 1), slice(start, start + rows))
+            return f"{experts}.{_STACKED_EXPERTS}.{name}", place
+    return None, ()
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -383,13 +436,13 @@ def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor)
     return output + added
 
 
-def _adapt_experts(experts: nn.Module, config: LoRAConfig, generator: torch.Generator) -> None:
+def _adapt_experts(experts: nn.Module, config: LoRAConfig) -> None:
     loras = nn.ModuleDict()
     experts.lora = loras
     for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(experts, name)
         for part in parts:
-            loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts), generator)
+            loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts))
     experts.forward = MethodType(_experts_forward, experts)
 
 
@@ -535,9 +588,15 @@ def _saved_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _hub_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensor itself, or each expert's tensor if they are stacked, under its hub name."""
-    if ".lora_" not in name or tensor.ndim == 2:
-        yield name, tensor
+    for own, expert in _hub_names(name, tensor.shape):
+        yield own, tensor if expert is None else tensor[expert]
+
+
+def _hub_names(name: str, shape: torch.Size) -> Iterator[tuple[str, int | None]]:
+    """Yield the name itself, or each expert's hub name and number if their adapters are stacked."""
+    if ".lora_" not in name or len(shape) == 2:
+        yield name, None
         return
     module, part, factor, leaf = name.rsplit(".", 3)
-    for index, own in enumerate(tensor):
-        yield f"{module}.{index}.{part}.{factor}.{leaf}", own
+    for expert in range(shape[0]):
+        yield f"{module}.{expert}.{part}.{factor}.{leaf}", expert

@@ -77,9 +77,6 @@ _VALUES: tuple[object, ...] = (
 )
 """Classes and functions without effects that torch pickles by name."""
 
-_SCATTERED = "torch.distributed._state_dict_utils"
-"""Names the shapes of the tensors that `set_model_state_dict` scatters."""
-
 _RAISED_BY = ("builtins", "_pickle", "json", "pickle", "prime_rl", "safetensors", "torch", "zipfile")
 """Packages whose exceptions a rank may report to the others."""
 
@@ -131,7 +128,7 @@ def _is_plain(found: object, module: str) -> bool:
         return module.partition(".")[0] in _RAISED_BY
     is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
     is_record = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
-    return is_record and (module == _SCATTERED or module.startswith("torch.distributed.checkpoint."))
+    return is_record and module.startswith("torch.distributed.checkpoint.")
 
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]

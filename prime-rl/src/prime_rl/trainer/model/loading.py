@@ -1,0 +1,387 @@
+"""Loads a checkpoint into a sharded model: each rank reads only its own slices of the files.
+
+The model is built without values (`torch.device("meta")`) and sharded first. `Checkpoint.plan` then finds, from names
+and shapes alone, how each of the model's tensors is made from those of the files, and what is missing. `fill` reads
+them: no process ever holds more than its shards and one piece of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from zipfile import is_zipfile
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    SkipParameters,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import _get_resolved_checkpoint_files, load_state_dict
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from prime_rl.trainer.process.world import Process
+from prime_rl.utils.logger import get_logger
+
+_PIECE_BYTES = 64 * 2**20
+"""Largest part of a tensor that is read at once, unless Transformers has to convert it as a whole."""
+Index = tuple[slice, ...]
+Change = Callable[[str, Tensor, Index], Tensor]
+"""What becomes of a parameter's values from the files: its name, the values at an index, and the index."""
+
+
+def checkpoint_files(name: str, model: PreTrainedModel, process: Process) -> list[Path]:
+    """The files of weights of the checkpoint `name`, which is downloaded if it is a hub id. Collective then.
+
+    Raises:
+        OSError: there are none.
+    """
+
+    def resolve() -> list[Path]:
+        explicit = getattr(model.config, "transformers_weights", None)
+        files, _ = _get_resolved_checkpoint_files(
+            name,
+            variant=None,
+            gguf_file=None,
+            use_safetensors=None,
+            user_agent=None,
+            is_remote_code=model.is_remote_code(),
+            transformers_explicit_filename=explicit,
+        )
+        return [Path(file) for file in files or ()]
+
+    if Path(name).is_dir():
+        return resolve()
+    # The first process of each machine downloads; the others find the files in its cache.
+    files = resolve() if process.local_rank == 0 else []
+    dist.barrier()
+    return files or resolve()
+
+
+@dataclass(slots=True)
+class Recipe:
+    """How tensors of the model are made from those of the files."""
+
+    first: str
+    """The first tensor that it makes."""
+    converter: WeightConverter | None
+    """Transformers' conversion; None if the tensor is as in the files."""
+    sources: dict[str, list[Any]] = field(default_factory=dict)
+    """Slices of the files, by the converter's patterns."""
+
+    @property
+    def source(self) -> Any:
+        """The slice that it reads, of a recipe without conversion."""
+        return next(iter(self.sources.values()))[0]
+
+    def make(
+        self, model: PreTrainedModel, read: Callable[[Any], Tensor], within: slice = slice(None)
+    ) -> dict[str, Tensor]:
+        """The tensors by name, with the sources read by `read`; of stacked ones, the part `within` their number."""
+        if self.converter is None:
+            return {self.first: read(self.source)}
+        converter = deepcopy(self.converter)
+        for pattern, sources in self.sources.items():
+            for source in sources[within]:
+                converter.add_tensor(self.first, pattern, pattern, cast("Any", partial(read, source)))
+        made = converter.convert(self.first, model=model, config=model.config, loading_info=_no_faults())
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def stacks(self, shape: torch.Size) -> bool:
+        """Whether it stacks one source of each pattern per row of its only result, and leaves rows apart after that."""
+        if self.converter is None or len(self.converter.target_patterns) != 1:
+            return False
+        first, *rest = self.converter.operations
+        apart = all(
+            (isinstance(each, Concatenate) and each.dim > 0)
+            or (isinstance(each, Transpose) and not each.check_dims and min(each.dim0, each.dim1) > 0)
+            for each in rest
+        )
+        counts = {len(sources) for sources in self.sources.values()}
+        return isinstance(first, MergeModulelist) and first.dim == 0 and apart and counts == {shape[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to fill a model."""
+
+    recipes: Mapping[str, Recipe]
+    """By the name of each tensor of the model. Those of names that share a tensor may differ."""
+    conversions: list[Any]
+    """Those of Transformers' conversions that the files needed. An export reverts them."""
+    report: Mapping[str, Any]
+    """As Transformers' `output_loading_info`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint, opened and not read."""
+
+    tensors: Mapping[str, Any]
+    """By name; `tensor[index]` reads a slice."""
+
+    @classmethod
+    def open(cls, files: Iterable[Path]) -> Checkpoint:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            if file.suffix == ".safetensors":
+                # Pages of a mapped file would count as the process's memory until it is closed.
+                held = safe_open(file, framework="pt", backend="pread")
+                tensors |= {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118 - not a dict
+            else:
+                if not is_zipfile(file):
+                    get_logger().warning(f"{file.name} is of a torch before 1.6: every process reads it whole")
+                tensors |= load_state_dict(file)  # maps the file, if it is a zip file
+        return cls(tensors)
+
+    def only(self, names: Mapping[str, str]) -> Checkpoint:
+        """Some of the tensors under new names: `names` maps those to the old."""
+        return Checkpoint({name: self.tensors[held] for name, held in names.items()})
+
+    def plan(self, model: PreTrainedModel) -> Plan:
+        """Find how each tensor of `model`, which has no values yet, is made. Reads names and shapes only.
+
+        The names are matched as in Transformers' own loading: renamings first, then at most one conversion.
+        """
+        conversions = get_model_conversion_mapping(model)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        expected, base = model.state_dict(), model.base_model_prefix
+        first: dict[str, Recipe] = {}
+        unexpected: set[str] = set()
+        for name in sorted(self.tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, base, expected)
+            if target not in expected and name in expected:
+                target, pattern = rename_source_key(name, [], [], base, expected)
+            if target in expected:
+                recipe = first.setdefault(target, Recipe(target, by_pattern[pattern] if pattern else None))
+                recipe.sources.setdefault(pattern or name, []).append(self.tensors[name])
+            else:
+                made = by_pattern[pattern].target_patterns if pattern else []
+                unexpected.update([target.replace(made[0], each) for each in made] or [target])
+        recipes: dict[str, Recipe] = {}
+        mismatched: set[Any] = set()
+        for recipe in first.values():
+            try:
+                shaped = recipe.make(model, lambda source: torch.empty(_shape(source), device="meta"))
+            except SkipParameters:  # its sources are incomplete: what they should make is missing
+                continue
+            for name, value in shaped.items():
+                if name in expected:
+                    recipes[name] = recipe
+                if name in expected and value.shape != expected[name].shape:
+                    mismatched.add((name, tuple(value.shape), tuple(expected[name].shape)))
+        shared = [names for names in names_of_shared(model) if any(name in recipes for name in names)]
+        missing = expected.keys() - recipes.keys() - {name for names in shared for name in names}
+        info = LoadStateDictInfo(set(missing), unexpected, mismatched, [], {}, set())
+        model._adjust_missing_and_unexpected_keys(info)
+        return Plan(recipes, [each for each in conversions if each.was_used()], info.to_dict())
+
+
+def names_of_shared(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]
+
+
+def untie_different(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, process: Process) -> None:
+    """Give weights that the config ties a tensor each, if the files hold different values for them. Collective.
+
+    The ranks compare a part of the rows each.
+    """
+    for names in names_of_shared(model):
+        held = [name for name in names if name in plan.recipes]
+        kept = min(held, key=lambda name: name in model.all_tied_weights_keys, default="")
+        for name in (name for name in held if name != kept):
+            one, other = (plan.recipes[each].source for each in (kept, name))
+            rows, world = _shape(one)[0], process.world_size
+            own = (slice(rows * process.rank // world, rows * (process.rank + 1) // world),)
+            is_equal = all(
+                torch.equal(_read(one, index, dtype), _read(other, index, dtype)) for index in _pieces(one, own)
+            )
+            verdict = torch.tensor(is_equal, dtype=torch.int32, device=process.device)
+            dist.all_reduce(verdict, dist.ReduceOp.MIN)
+            if not verdict.item():
+                del model.all_tied_weights_keys[name]
+                owner, _, own_name = name.rpartition(".")
+                own_weight = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+                setattr(model.get_submodule(owner), own_name, own_weight)
+
+
+def compute_buffers(model: PreTrainedModel, in_float32: re.Pattern[str]) -> None:
+    """Compute the buffers of a `model` without values, such as its rotary frequencies, which files do not hold.
+
+    Those that files do hold are overwritten later. Of these, the ones `in_float32` get that dtype.
+    """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # `initialize_weights` leaves it as it is
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # Not by `register_buffer`, which would make it persistent.
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    model.initialize_weights()
+    held = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        if name in held and in_float32.search(name):
+            owner, _, own_name = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own_name] = buffer.float()
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, change: Change) -> None:
+    """Read the weights of a sharded `model` from its files. Each rank reads its own shards.
+
+    Parameters are read in `dtype`, then `change` may add to them, then they are stored in their own. Buffers are read
+    in their own.
+    """
+    unread = _destinations(model, plan)
+    while unread:
+        name, destination = next(iter(unread.items()))
+        recipe, own = plan.recipes[name], index_of(destination)
+        read_as = dtype if isinstance(destination, nn.Parameter) else destination.dtype
+        if recipe.converter is None:
+            for index in _pieces(recipe.source, own):
+                put(destination, index, change(name, _read(recipe.source, index).to(read_as), index))
+            del unread[name]
+        elif recipe.stacks(destination.shape):
+            # A rank reads only the experts that it keeps.
+            for index in _pieces(destination, own):
+                (made,) = recipe.make(model, partial(_read, dtype=read_as), index[0]).values()
+                put(destination, index, change(name, made[(slice(None), *index[1:])], index))
+            del unread[name]
+        else:
+            for each, value in recipe.make(model, partial(_read, dtype=read_as)).items():
+                if each in unread:
+                    index = index_of(unread[each])
+                    put(unread.pop(each), index, change(each, value[index], index))
+    _zero_padding(model)
+
+
+@torch.no_grad()
+def spread(model: PreTrainedModel, whole: dict[str, Tensor], names: Iterable[str], dtype: torch.dtype) -> None:
+    """Fill the tensors `names` of a sharded `model` from those that rank 0 holds in `whole`, which it empties.
+    Collective.
+
+    The other ranks receive one parameter at a time, in `dtype`, and keep their shards.
+    """
+    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    names_of: dict[int, list[str]] = {}
+    for name in names:
+        names_of.setdefault(id(own[name]), []).append(name)
+    for name, *others in names_of.values():
+        tensor = own[name]
+        received_as = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        values = torch.empty(tensor.shape, dtype=received_as, device=tensor.device)
+        if name in whole:
+            values = whole.pop(name).to(values)
+            for other in others:
+                whole.pop(other, None)
+        if dist.get_world_size() > 1:
+            on = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+            values = values.to(on)
+            dist.broadcast(values, src=0)
+        put_own(tensor, values)
+
+
+def unchanged(name: str, values: Tensor, index: Index) -> Tensor:
+    return values
+
+
+def _zero_padding(model: PreTrainedModel) -> None:
+    """Zero the padding token's embedding where the model's code does so whenever it loads files, as Youtu's.
+
+    Engines that load the model with Transformers have it so.
+    """
+    padded = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
+    for module in padded if not model.is_custom_code() else ():
+        row = cast("int", module.padding_idx)
+        probe = nn.Embedding(row + 1, 1, row)
+        nn.init.ones_(probe.weight)
+        probe.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        model._init_weights(probe)
+        at, *rest = index_of(module.weight)
+        if not probe.weight[row].any() and at.start <= row < at.stop:
+            put(module.weight, (slice(row, row + 1), *rest), torch.zeros(()))
+
+
+def _destinations(model: PreTrainedModel, plan: Plan) -> dict[str, Tensor]:
+    """The parameters and buffers to fill, each by one name that the files have."""
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if name in plan.recipes:
+            found.setdefault(id(tensor), []).append((name, tensor))
+    tied = model.all_tied_weights_keys
+    return dict(min(each, key=lambda pair: pair[0] in tied) for each in found.values())
+
+
+def index_of(tensor: Tensor) -> Index:
+    """Where this rank's part of a sharded `tensor` begins and ends; all of another tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+@torch.no_grad()
+def put(tensor: Tensor, index: Index, values: Tensor) -> None:
+    """Write `values`, which are at `index` in the whole tensor, into this rank's part of `tensor`."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = index_of(tensor)
+    local[tuple(slice(at.start - of.start, at.stop - of.start) for at, of in zip(index, own, strict=True))].copy_(
+        values
+    )
+
+
+def put_own(tensor: Tensor, values: Tensor) -> None:
+    """Write this rank's part of the whole `values` into `tensor`."""
+    index = index_of(tensor)
+    put(tensor, index, values[index])
+
+
+def _read(source: Any, index: Index = (), dtype: torch.dtype | None = None) -> Tensor:
+    values: Tensor = source[index or ...]
+    return values if dtype is None else values.to(dtype)
+
+
+def _pieces(source: Any, own: Index) -> Iterator[Index]:
+    """Divide an index along its first axis, so that a piece of `source` is small."""
+    shape = _shape(source)
+    if not shape:
+        yield ()
+        return
+    own = (*own, *(slice(0, size) for size in shape[len(own) :]))
+    row_bytes = 4
+    for size in shape[1:]:
+        row_bytes *= size
+    rows = max(1, _PIECE_BYTES // max(1, row_bytes))
+    for start in range(own[0].start, own[0].stop, rows):
+        yield (slice(start, min(start + rows, own[0].stop)), *own[1:])
+
+
+def _shape(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+
+
+def _no_faults() -> LoadStateDictInfo:
+    """Makes Transformers raise `SkipParameters` if a conversion fails, and record why."""
+    return LoadStateDictInfo(set(), set(), set(), [], {}, set())
