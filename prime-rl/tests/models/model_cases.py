@@ -21,7 +21,7 @@ WINDOW = 8
 ORIGINAL_CONTEXT = 24
 """Length after which length-dependent rotary frequencies change."""
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
@@ -183,7 +183,7 @@ def tiny_config(case: Case) -> PretrainedConfig:
     """The family's config with its sizes reduced, and the case's settings."""
     defaults, config_class = _defaults(case.family), CONFIG_MAPPING[case.family]
     names = {*defaults.to_dict(), *config_class.attribute_map}
-    small = {key: value for key, value in _SIZES.items() if key in names}
+    small = {key: value for key, value in SIZES.items() if key in names}
     small = {key: value for key, value in small.items() if key not in _WHERE_SET or getattr(defaults, key, None)}
     if getattr(defaults, "sliding_window", None):
         small["sliding_window"] = WINDOW

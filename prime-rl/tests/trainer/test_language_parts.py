@@ -37,6 +37,7 @@ VISION: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"image_size": 28, "patch_size": 14},
 }
+CLIP = VISION | {"model_type": "clip_vision_model"}
 QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
 QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
@@ -60,6 +61,19 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         vision_config=VISION | {"num_key_value_heads": 2, "head_dim": 16},
         audio_config=None,
     ),
+    "glm4v": lambda: tf.Glm4vConfig(
+        text_config=TEXT
+        | {"head_dim": 16, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+        vision_config=QWEN_VISION | {"image_size": 28, "patch_size": 14},
+        image_token_id=3,
+        video_token_id=4,
+    ),
+    "got_ocr2": lambda: tf.GotOcr2Config(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=VISION
+        | {"mlp_dim": 48, "image_size": 28, "output_channels": 64, "global_attn_indexes": [1], "window_size": 2},
+        image_token_index=3,
+    ),
     "idefics3": lambda: tf.Idefics3Config(
         text_config=TEXT | {"model_type": "llama"}, vision_config=VISION, scale_factor=1, image_token_id=3
     ),
@@ -73,7 +87,24 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
     ),
     "llava": lambda: tf.LlavaConfig(
         text_config=TEXT | {"model_type": "llama"},
-        vision_config=VISION | {"model_type": "clip_vision_model"},
+        vision_config=CLIP,
+        image_token_index=3,
+    ),
+    "lighton_ocr": lambda: tf.LightOnOcrConfig(
+        text_config=TEXT | {"model_type": "qwen3", "head_dim": 16},
+        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
+        image_token_id=3,
+    ),
+    "llava_next": lambda: tf.LlavaNextConfig(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP, image_token_index=3
+    ),
+    "llava_onevision": lambda: tf.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, vision_config=VISION, image_token_index=3, video_token_index=4
+    ),
+    "vipllava": lambda: tf.VipLlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=CLIP,
+        vision_feature_layers=[-1, -2],
         image_token_index=3,
     ),
     "mistral3": lambda: tf.Mistral3Config(

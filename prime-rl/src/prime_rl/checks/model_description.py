@@ -48,13 +48,14 @@ CAUSAL_FAMILIES = frozenset(
 """Model types of which Transformers has a causal language model. Asking Transformers takes seconds."""
 
 SEPARABLE_FAMILIES = frozenset(
-    "gemma3 gemma4 idefics3 internvl lfm2_vl llava mistral3 qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl "
-    "smolvlm".split()
+    "gemma3 gemma4 glm4v got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llava llava_next llava_onevision mistral3 "
+    "qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm vipllava".split()
 )
 """Model types with a vision tower whose language part, run alone as the causal class of its config, has the logits of
 the whole on text. Tests compare them."""
 
 PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
+    "glm4v_text": "glm4",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -64,9 +65,11 @@ multimodal rotary embeddings are equal."""
 
 _LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES | PLAIN_LANGUAGE_PARTS.keys()
 
-_UNTRAINED = frozenset(
+UNTRAINED_FAMILIES = frozenset(
     # Their heads change the logits, or have no list of decoder blocks below them.
-    "hrm_text inkling_text llama4_text modernbert-decoder recurrent_gemma xlstm "
+    "blt hrm_text inkling_text llama4_text longcat_flash modernbert-decoder recurrent_gemma xlstm "
+    # Drafts for the decoding of another model.
+    "gemma4_assistant gemma4_unified_assistant "
     # Encoders.
     "bert big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta roberta-prelayernorm "
     "roc_bert roformer xlm-roberta xlm-roberta-xl xmod "
@@ -175,7 +178,7 @@ class ModelDescription:
             return f"Transformers has no causal language model of type {self.family!r}; {_LIST}"
         if self.is_nested and (fault := ModelDescription(self.language_part).training_fault(seq_len)):
             return fault
-        if self.family in _UNTRAINED or self._changes_with_length(seq_len):
+        if self.family in UNTRAINED_FAMILIES or self._changes_with_length(seq_len):
             long = f" for sequences of {seq_len} tokens" if self._changes_with_length(seq_len) else ""
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
         return None
