@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -179,12 +179,15 @@ def scored(model: tf.PreTrainedModel) -> Tensor:
     return logits[len(TOKENS) :]
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", [*sorted(CONFIGS), "qwen3_5_moe, stacked experts"])
 def test_the_language_part_is_trained_alone_and_exported_in_the_whole(
     family: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     start, export = tmp_path / "start", tmp_path / "export"
+    family, _, stacked = family.partition(", ")
     whole = save_checkpoint(family, start)
+    if stacked:
+        save_file(whole.state_dict(), start / "model.safetensors", metadata={"format": "pt"})
     config = ModelConfig(name=str(start), attn="sdpa", seq_len=128)
     model = setup_model(config, mesh)
     assert not any("vis" in name for name, _ in model.named_parameters())

@@ -32,6 +32,7 @@ PROCESSOR_FILES = (
 )
 """Files that a checkpoint of several parts has besides those of a language model."""
 _ATTRIBUTE = "_language_part"
+_STACKED = ".experts.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class LanguagePart:
     """Path of the layers in the language model, as `model`."""
     path: str
     """The same path in the class that the checkpoint names, as `model.language_model`."""
+    is_stacked: bool = False
+    """Whether the checkpoint holds a layer's experts in one tensor, as the model does. Others hold them one by one."""
     is_exported_alone: bool = False
     """Whether exports leave the other tensors out. Weights on their way to an engine have the same names either way."""
 
@@ -59,8 +62,9 @@ class LanguagePart:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        held = [name for name in tensor_shapes(folder) if not is_of_tower(name)]
-        own = list(revert_weight_conversion(model, model.state_dict()))  # checkpoints hold stacked experts one by one
+        held, state = [name for name in tensor_shapes(folder) if not is_of_tower(name)], model.state_dict()
+        is_stacked = any(name.endswith(_STACKED) for name in held)
+        own = list(state if is_stacked else revert_weight_conversion(model, state))
         base = f"{model.base_model_prefix}."
         in_a_block = next(name.removeprefix(base) for name in own if ".layers.0." in name)
         start = _only_start(held, in_a_block)
@@ -78,7 +82,13 @@ class LanguagePart:
                 names[name] = present[0]
             elif present or name not in model.all_tied_weights_keys:
                 raise StartFault(f"{name} is {', '.join(present) or 'missing'} in the checkpoint")
-        return cls(folder, names, model.base_model_prefix, path.removesuffix("."))
+        return cls(folder, names, model.base_model_prefix, path.removesuffix("."), is_stacked)
+
+    def names_of_files(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All weights of the model by the checkpoint's names."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return self.to_checkpoint(state if self.is_stacked else revert_weight_conversion(model, state))
 
     def module_in_whole(self, name: str) -> str:
         """The name in the class that the checkpoint names, of a module or weight of the model. PEFT and vLLM use it."""

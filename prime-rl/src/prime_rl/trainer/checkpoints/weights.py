@@ -60,9 +60,10 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
             target = wanted if full.is_floating_point() else full.dtype
             # Always a copy: training continues in the tensors of the model.
             state[name] = full.to("cpu", target, copy=True)
-    named = dict(revert_weight_conversion(model, state)) if state else {}
+    if not state:
+        return {}
     part = part_of(model)
-    return named if part is None else part.to_checkpoint(named)
+    return dict(revert_weight_conversion(model, state)) if part is None else part.names_of_files(model, state)
 
 
 def save_weights(
@@ -140,7 +141,8 @@ def write_export(
     """Write a gathered `export` to `target`, with an empty file `marker`. Reads only the configs of `model`."""
     part, weights = part_of(model), export.weights
     if part is not None and part.is_exported_alone:
-        weights, part = part.from_checkpoint(weights), None
+        weights = part.from_checkpoint(weights)
+        weights, part = revert_weight_conversion(model, weights) if part.is_stacked else weights, None
     with replacing_directory(target) as scratch:
         others = {} if part is None else part.others()
         save_weights({**others, **weights}, scratch, config.save_sharded, config.save_format)
