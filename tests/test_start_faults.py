@@ -278,12 +278,6 @@ CASES = {
         "Llama4ForConditionalGeneration reads images, which is not supported yet",
         nested("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
     ),
-    "folder of Qwen3.5, whose layers are no attention": Case(
-        "rl",
-        "--model.name {dir}/model --inference.backend embedded",
-        "the embedded engine does not run layers of type linear_attention",
-        nested("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
-    ),
     "folder of an encoder": Case(
         "sft",
         "--model.name {dir}/model",
@@ -302,11 +296,11 @@ CASES = {
         "comes with code: set trust_remote_code = true",
         model_files({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}),
     ),
-    "hybrid model in the embedded engine": Case(
+    "compressed attention in the embedded engine": Case(
         "rl",
         "--model.name {dir}/model --inference.backend embedded",
-        'the embedded engine does not run layers of type linear_attention: set backend = "vllm"',
-        model_files({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}),
+        'the embedded engine does not run layers of type heavily_compressed_attention: set backend = "vllm"',
+        model_files({"model_type": "deepseek_v4", "layer_types": ["heavily_compressed_attention", "full_attention"]}),
     ),
     "soft caps in the embedded engine": Case(
         "rl",

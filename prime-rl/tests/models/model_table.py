@@ -74,11 +74,15 @@ RL trains without dropout and router jitter. SFT applies those of the model's co
 Of a checkpoint with a vision tower, the language part is trained alone, and the tower stays on the disk. An export is
 the whole checkpoint again: the same class, names and processor files, the tower's tensors bit for bit. The families are
 {", ".join(sorted(SEPARABLE_FAMILIES))}. The embedded engine
-serves the language part too, except where its layers are no attention (lfm2_vl, qwen3_5, qwen3_5_moe). Adapters have
-the module names of the whole class, so PEFT and vLLM load them on it. Images in the data are not supported yet.
+serves the language part too. Adapters have the module names of the whole class, so PEFT and vLLM load them on it.
+Images in the data are not supported yet.
 `model.language_model_only = true` exports the language part alone, as its causal class; with
 `inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules
 (qwen3_5) in bfloat16 only.
+
+Hybrid models have layers that carry a state from token to token: gated delta rules, state spaces, short convolutions.
+Packed rows keep their samples apart. The embedded engine holds one state for each running sequence, and reuses no
+prefix: the column compares second turns that are computed from their first token.
 
 Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
 loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.

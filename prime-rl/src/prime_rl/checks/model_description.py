@@ -85,9 +85,10 @@ _OWN_ATTENTION = frozenset(
 )
 """Families whose attention is in their own code, where the embedded engine cannot put its key-value cache."""
 _OTHER_ATTENTION = frozenset(
-    "diffllama gpt_oss granite_swa granitemoe_swa hrm_text mimo_v2_flash recurrent_gemma".split()
+    "diffllama gpt_oss granite_swa granitemoe_swa hrm_text kimi_linear mimo_v2_flash minimax recurrent_gemma "
+    "zamba zamba2".split()
 )
-"""Families with sinks, differences of attentions, or layers without keys and values."""
+"""Families with sinks, differences of attentions, or layers without keys and values that are not among the slots'."""
 _SOFT_CAPS = frozenset(("gemma2", "vaultgemma"))
 """Families that cap their attention scores unless `attn_logit_softcapping` is null."""
 _HYBRIDS: Mapping[str, str] = {
@@ -102,6 +103,8 @@ _HYBRIDS: Mapping[str, str] = {
 
 DECODED_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that the embedded engine decodes."""
+STATE_LAYERS = frozenset(("linear_attention", "conv", "hybrid", "mlp", "moe"))
+"""Further kinds of the hybrid models that it decodes."""
 
 _LIST = "docs/models.md lists the models that can be trained"
 
@@ -210,8 +213,14 @@ class ModelDescription:
             return None
         if self.family and self.family not in _LANGUAGE_MODELS:
             return f"models of type {self.family!r}, which are no causal language models in Transformers"
-        if others := self.layer_kinds - DECODED_LAYERS:
+        if others := self.layer_kinds - DECODED_LAYERS - STATE_LAYERS:
             return f"layers of type {', '.join(sorted(others))}"
+        # Transformers applies a least time step when it reads a prompt, and not when it decodes.
+        least_step = (
+            text.get("time_step_min", 0.001) if family == "nemotron_h" else (text.get("time_step_limit") or [0])[0]
+        )
+        if least_step > 0:
+            return f"models of type {family!r} with a least time step ({least_step:g})"
         has_caps = family in _SOFT_CAPS and text.get("attn_logit_softcapping", True) is not None
         mixes_windows = family == "qwen2_moe" and text.get("use_sliding_window")
         changes = self._changes_with_length(max_model_len)

@@ -82,7 +82,9 @@ class CacheBudget:
         """
         length = max_model_len or min(context, ORDINARY_TOKENS)
         named = f"model.max_model_len = {length}" if max_model_len else f"{length} tokens"
-        needed_bytes, room = length * slots.bytes_per_token, self.num_bytes // slots.bytes_per_token
+        needed_bytes = length * slots.bytes_per_token + slots.bytes_per_state
+        # A model of states alone needs the same for any length: what it counts is sequences.
+        room = max(0, self.num_bytes - slots.bytes_per_state) // max(1, slots.bytes_per_token)
         has = f"the key-value cache has room for {room} tokens ({_gib(self.num_bytes)}: {self.origin})"
         advice = f"{self.advice}, or {'lower' if max_model_len else 'set'} model.max_model_len"
         if room < length:
@@ -139,7 +141,12 @@ def start_service(config: InferenceConfig) -> Service:
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:
-    keeps_prefixes = config.enable_prefix_caching is not False
+    keeps_prefixes = config.enable_prefix_caching is not False and not runner.state_layers
+    if runner.state_layers:
+        get_logger().info(
+            f"{len(runner.state_layers.found)} layers keep a state ({runner.slots.bytes_per_state / 2**20:.1f} MiB per "
+            "sequence): prompts are computed from their first token, no prefix is reused"
+        )
     prefix_bytes = int(PREFIX_SHARE * runner.slots.budget_bytes) if keeps_prefixes else 0
     limits = EngineLimits(
         max_running=GPU_SEQUENCES if runner.device.type == "cuda" else CPU_SEQUENCES,

@@ -26,7 +26,8 @@ _AMPLE_LENGTH_STEP = 128
 class KVSlots:
     """Key and value tensors `[rows, kv heads, length, head dim]` of every layer, grown on demand.
 
-    The tensors are initialized to zeros: masked positions are multiplied by 0, which would not remove a NaN.
+    Layers that carry a state from token to token have tensors `[rows, ...]` instead, whatever the length. All are
+    initialized to zeros: masked positions are multiplied by 0, which would not remove a NaN.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
@@ -36,11 +37,14 @@ class KVSlots:
         self.length = 0
         self.generation = 0
         """Changes whenever tensors are replaced: their addresses in a captured graph are then those of freed memory."""
+        self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """Convolution state of every layer that has one, and its recurrent state, which short convolutions lack."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        """Layers with keys and values, or a state, or both side by side."""
+        return len(self._layers.keys() | self.states.keys())
 
     @property
     def bytes_per_token(self) -> int:
@@ -48,9 +52,15 @@ class KVSlots:
         tensors = [tensor for pair in self._layers.values() for tensor in pair]
         return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Size of the states of one sequence across all layers; 0 before the first forward pass."""
+        return sum(tensor[0].nbytes for tensor in self._state_tensors())
+
     def fits(self, rows: int, length: int) -> bool:
         """Whether `rows` sequences of up to `length` tokens fit in the memory budget."""
-        return self._rounded_rows(rows) * self._rounded_length(length) * self.bytes_per_token <= self.budget_bytes
+        bytes_per_row = self._rounded_length(length) * self.bytes_per_token + self.bytes_per_state
+        return self._rounded_rows(rows) * bytes_per_row <= self.budget_bytes
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` sequences of up to `length` tokens, keeping stored tokens.
@@ -70,6 +80,9 @@ class KVSlots:
         rows, length = self._rounded_rows(rows), self._rounded_length(length)
         for index, pair in self._layers.items():
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
+        for index, (convolution, recurrent) in self.states.items():
+            kept = None if recurrent is None else self._with_rows(recurrent, rows)
+            self.states[index] = (self._with_rows(convolution, rows), kept)
         self.rows, self.length = rows, length
         self.generation += 1
 
@@ -81,20 +94,34 @@ class KVSlots:
             self.generation += 1
         return self._layers[index]
 
+    def write_state(self, index: int, rows: Tensor, convolution: Tensor, recurrent: Tensor | None) -> None:
+        """Set the states of a layer in `rows`. New tensors set the shapes and the dtype."""
+        if index not in self.states:
+            empty = None if recurrent is None else recurrent.new_zeros((self.rows, *recurrent.shape[1:]))
+            self.states[index] = (convolution.new_zeros((self.rows, *convolution.shape[1:])), empty)
+            self.generation += 1
+        for stored, new in zip(self.states[index], (convolution, recurrent), strict=True):
+            if stored is not None and new is not None:
+                stored[rows] = new
+
     def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of one row to other rows."""
+        """Copy the first `length` tokens of one row, and its states, to other rows."""
         # A list as an index would be copied to the device for every tensor.
         into = targets[0] if len(targets) == 1 else on_device(targets, self.device)
         for pair in self._layers.values():
             for tensor in pair:
                 # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
                 tensor[into, :, :length] = tensor[source, :, :length].clone()
+        for tensor in self._state_tensors():
+            tensor[into] = tensor[source].clone()
 
     def erase(self, row: int) -> None:
         """Overwrite a row with zeros."""
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[row].zero_()
+        for tensor in self._state_tensors():
+            tensor[row].zero_()
 
     def read_row(self, row: int, length: int) -> list[Tensor]:
         """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer."""
@@ -105,6 +132,16 @@ class KVSlots:
         own = [tensor for pair in self._layers.values() for tensor in pair]
         for tensor, copied in zip(own, tensors, strict=True):
             tensor[row, :, :length] = copied[:, :length]
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        return (tensor for pair in self.states.values() for tensor in pair if tensor is not None)
+
+    @staticmethod
+    def _with_rows(state: Tensor, rows: int) -> Tensor:
+        resized = state.new_zeros((rows, *state.shape[1:]))
+        kept = min(rows, len(state))
+        resized[:kept] = state[:kept]
+        return resized
 
     @staticmethod
     def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:
@@ -173,9 +210,18 @@ class PrefixCache:
         self._index.clear()
 
     def find(self, sequence: Sequence, running: SequenceOf[Sequence]) -> Match | None:
-        """Find the longest cached prefix of a waiting sequence. At least one token is left to prefill."""
+        """Find the longest cached prefix of a waiting sequence. At least one token is left to prefill.
+
+        A state stands for all tokens of its sequence so far and cannot be cut back to a prefix: models with states
+        compute every prompt from its first token.
+        """
         limit = len(sequence.tokens) - 1
-        if self.budget_bytes == 0 or limit < BLOCK_TOKENS or sequence.request.wants_prompt_logprobs:
+        if (
+            self.budget_bytes == 0
+            or self.slots.states
+            or limit < BLOCK_TOKENS
+            or sequence.request.wants_prompt_logprobs
+        ):
             return None
         request = sequence.request
         for row, other in enumerate(running):
@@ -208,7 +254,8 @@ class PrefixCache:
         """Cache the keys and values of a finished sequence, except its last token, which has none yet."""
         length = len(sequence.tokens) - 1
         size_bytes = length * self.slots.bytes_per_token
-        if sequence.epoch != self.epoch or length < BLOCK_TOKENS or size_bytes > self.budget_bytes:
+        is_too_large = size_bytes > self.budget_bytes
+        if self.slots.states or sequence.epoch != self.epoch or length < BLOCK_TOKENS or is_too_large:
             return
         while self.size_bytes + size_bytes > self.budget_bytes:
             self._drop_oldest()

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from prime_rl.checks.model_description import DECODED_LAYERS, ModelDescription
+from prime_rl.checks.model_description import DECODED_LAYERS, STATE_LAYERS, ModelDescription
 from prime_rl.checks.model_files import loading_fault
 from prime_rl.inference.embedded.engine.attention import ATTENTION_NAME, PromptBatch, SlotStep, register_slot_attention
 from prime_rl.inference.embedded.engine.cache import KVSlots
@@ -23,6 +23,7 @@ from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
+from prime_rl.inference.embedded.engine.states import StateLayers, TokenBatch
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
@@ -69,7 +70,7 @@ def check_positions(model: PreTrainedModel, max_model_len: int) -> None:
 
 
 @torch.inference_mode()
-def check_slots(model: PreTrainedModel, forward: Forward) -> None:
+def check_slots(model: PreTrainedModel, forward: Forward, keeps_prefixes: bool) -> None:
     """Check prefill, kept prefixes and decoding against eager attention on the whole probe. Uses slot row 0.
 
     Raises:
@@ -79,10 +80,14 @@ def check_slots(model: PreTrainedModel, forward: Forward) -> None:
     with tightened(model):
         with _eager(model):
             own = model(input_ids=torch.tensor([probe], device=model.device), use_cache=False).logits[0]
-        _, (first,) = forward([], [probe[: _CACHED + 1]], [0], full_prompts=[0])
-        last, (middle,) = forward([], [probe[:end]], [0], num_cached=[_CACHED], full_prompts=[0])
+        parts: list[Iterator[Tensor]] = []
+        if keeps_prefixes:
+            parts = forward([], [probe[: _CACHED + 1]], [0], full_prompts=[0])[1]
+        cached = [_CACHED] if keeps_prefixes else []
+        last, middle = forward([], [probe[:end]], [0], num_cached=cached, full_prompts=[0])
+        prompt = [logits for part in (*parts, *middle) for logits in part]
         decoded = [forward([probe[: index + 1]], [], [])[0] for index in range(end, _LENGTH)]
-    if not _is_close(torch.cat([*first, *middle, last, *decoded]), own):
+    if not _is_close(torch.cat([*prompt, last, *decoded]), own):
         raise EngineError(f"{type(model).__name__} has an attention that the embedded engine does not support")
 
 
@@ -133,6 +138,8 @@ class ModelRunner:
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
         self._hooks = LinearHooks()
+        self.state_layers = StateLayers(model, self.slots, lambda: self._hooks)
+        """Layers of a hybrid model that keep a state in the slots; none in others."""
         self._find_common_start = find_common_start
         self._origins: list[Origin | None] = []
         self._shared: CommonStart | None = None
@@ -212,6 +219,10 @@ class ModelRunner:
         batch = PromptBatch(prompt_rows, lengths, num_cached, len(flat), self.device) if prompts else None
         step_adapters = StepAdapters.from_owners(adapters, [1] * len(flat) + lengths, self.device)
         step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
+        batches: list[TokenBatch] = []
+        if self.state_layers:
+            assert not any(num_cached), "a state cannot be cut back to a prefix"
+            batches = self.state_layers.batches(len(flat), prompt_rows, lengths, adapters)
         wanted, start = list(range(len(flat))), len(flat)
         spans = []
         for tokens, count in zip(prompts, num_cached, strict=True):
@@ -225,7 +236,8 @@ class ModelRunner:
         for index in full_prompts:
             places.append(len(wanted))
             wanted.extend(range(*spans[index]))
-        logits_at = self._logits(step, flat, positions, wanted)
+        with self.state_layers.on(batches):
+            logits_at = self._logits(step, flat, positions, wanted)
         full = [_in_parts(logits_at, *ends) for ends in pairwise([*places, len(wanted)])]
         return logits_at(slice(num_next)), full
 
@@ -271,18 +283,25 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Run one prefill and one decode step, to allocate the slots and to check that the model is supported."""
-        layers = set(getattr(self.model.config.get_text_config(), "layer_types", None) or [])
-        if not layers <= DECODED_LAYERS:
-            unsupported = ", ".join(sorted(layers - DECODED_LAYERS))
-            raise EngineError(f"the model has layers of type {unsupported}, which are not supported")
-        if not self.model._supports_attention_backend:
+        text = self.model.config.get_text_config()
+        layers = list(getattr(text, "layer_types", None) or [])
+        decoded = DECODED_LAYERS | STATE_LAYERS if self.state_layers else DECODED_LAYERS
+        if others := sorted(set(layers) - decoded):
+            raise EngineError(f"the model has layers of type {', '.join(others)}, which are not supported")
+        if any(getattr(layer, "time_step_limit", (0,))[0] > 0 for layer in self.state_layers.found):
+            # Transformers applies it when it reads a prompt, and not when it decodes.
+            raise EngineError("the model has a least time step, which is not supported")
+        # Classes of hybrids do not say that they call the attention function that is registered. The check below finds
+        # out.
+        if not self.model._supports_attention_backend and not self.state_layers:
             raise EngineError("the model has its own attention code, which is not supported")
         self.slots.reserve(rows=1, length=2)
         self.forward([], [[0]], [0])
         self.forward([[0, 0]], [], [])
-        if self.slots.num_layers != self.model.config.get_text_config().num_hidden_layers:
+        without_cache = sum(kind in ("mlp", "moe") for kind in layers)
+        if self.slots.num_layers != text.num_hidden_layers - without_cache:
             raise EngineError("the model has layers without a key-value cache, which are not supported")
-        check_slots(self.model, self.forward)
+        check_slots(self.model, self.forward, keeps_prefixes=not self.state_layers)
 
 
 def _in_parts(logits_at: Callable[[slice], Tensor], start: int, end: int) -> Iterator[Tensor]:
