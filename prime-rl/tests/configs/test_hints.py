@@ -28,7 +28,7 @@ LOAD_IN_4BIT = (
     "models are trained in bfloat16 or float32; model.lora, model.ac and model.optim_cpu_offload save memory, and "
     "`--estimate` says how much is needed"
 )
-KL = "with the starting model as [teacher_inference.model]: a penalty on the KL to it"
+KL = "a penalty on the KL divergence from the starting model"
 
 OLDER: list[tuple[type, str, str | None]] = [
     (RLConfig, "async_level", "use max_async_level"),
@@ -288,10 +288,10 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (SFTConfig, "model.load_in_4bit", LOAD_IN_4BIT),
     (RLConfig, "load_in_8bit", LOAD_IN_4BIT),
     (RLConfig, "trainer.model.load_in_4bit", LOAD_IN_4BIT),
-    (RLConfig, "beta", f"use trainer.loss.teacher_tau ({KL})"),
-    (RLConfig, "kl_coef", f"use trainer.loss.teacher_tau ({KL})"),
-    (RLConfig, "trainer.loss.beta", f"use trainer.loss.teacher_tau ({KL})"),
-    (RLConfig, "trainer.loss.kl_loss_coef", f"use trainer.loss.teacher_tau ({KL})"),
+    (RLConfig, "beta", f"use trainer.loss.kl_coef ({KL})"),
+    (RLConfig, "kl_coef", f"use trainer.loss.kl_coef ({KL})"),
+    (RLConfig, "trainer.loss.beta", f"use trainer.loss.kl_coef ({KL})"),
+    (RLConfig, "trainer.loss.kl_loss_coef", f"use trainer.loss.kl_coef ({KL})"),
     (RLConfig, "seed", "use orchestrator.seed"),
     (RLConfig, "gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
     (SFTConfig, "seed", "use data.seed (of the shuffle)"),

@@ -44,7 +44,14 @@ NO_UPPER = {
         "weight_high",
         "weight_low",
     ),
-    "a factor of a term, whose scale is the user's": ("adv_tau", "alpha", "kl_tau", "penalty", "teacher_tau"),
+    "a factor of a term, whose scale is the user's": (
+        "adv_tau",
+        "alpha",
+        "kl_coef",
+        "kl_tau",
+        "penalty",
+        "teacher_tau",
+    ),
     "only its ratio to the others counts": ("env_ratios", "weight"),
 }
 """Floating-point numbers with a lower bound only, by reason."""

@@ -158,7 +158,20 @@ AdvantageConfig = Annotated[
 # The losses of the RL trainer: sections of `trainer.loss`. What they compute is in `prime_rl.trainer.rl`.
 
 
-class DefaultLossConfig(BaseConfig):
+class ReferenceKLConfig(BaseConfig):
+    """A penalty on the KL divergence from the reference model, which `trainer.reference` chooses."""
+
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the penalty: `beta` in TRL, `kl_loss_coef` in verl. 0 needs no reference model."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of a token's divergence. `k1` lowers its advantage; `k2` and `k3` are added to its loss."""
+
+    kl_importance: bool = False
+    """Weight the penalty in the loss by the token's importance ratio, so that stale samples do not bias it."""
+
+
+class DefaultLossConfig(ReferenceKLConfig):
     """A clipped and masked policy gradient on importance ratios."""
 
     type: Literal["default"] = "default"
@@ -222,7 +235,7 @@ class CustomLossConfig(BaseConfig):
     """Keyword arguments of the function."""
 
 
-class BaseSurrogateLossConfig(BaseConfig):
+class BaseSurrogateLossConfig(ReferenceKLConfig):
     """Keys that the published losses share."""
 
     average: Literal["token", "sequence", "constant"] = "token"
@@ -306,3 +319,11 @@ class DecoupledLossConfig(BaseSurrogateLossConfig):
 
 SurrogateLossConfig = ClipLossConfig | GSPOLossConfig | TruncatedLossConfig | DecoupledLossConfig
 LossConfig = Annotated[DefaultLossConfig | CustomLossConfig | SurrogateLossConfig, Field(discriminator="type")]
+
+
+class ReferenceConfig(BaseConfig):
+    """The reference model of `trainer.loss.kl_coef` and of your own loss: the model that the run starts from."""
+
+    source: Literal["auto", "adapter", "copy"] = "auto"
+    """Where its log-probabilities come from. `adapter`: the trained model without its LoRA adapters, which needs no
+    memory. `copy`: a second, frozen model in the trainer. `auto`: `adapter` if LoRA starts new, otherwise `copy`."""

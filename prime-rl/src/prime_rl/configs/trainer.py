@@ -14,6 +14,7 @@ from prime_rl.configs.algorithms import (
     DefaultLossConfig,
     GSPOLossConfig,
     LossConfig,
+    ReferenceConfig,
     TruncatedLossConfig,
 )
 from prime_rl.configs.model import (
@@ -90,6 +91,7 @@ __all__ = [
     "NCCLWeightBroadcastConfig",
     "OptimizerConfig",
     "ParityConfig",
+    "ReferenceConfig",
     "SGDConfig",
     "SchedulerConfig",
     "TokenizerConfig",
@@ -309,6 +311,9 @@ class TrainerConfig(RootConfig):
     loss: LossConfig = DefaultLossConfig()
     """The loss."""
 
+    reference: ReferenceConfig | None = None
+    """The reference model. None uses one only if `loss.kl_coef` is above 0."""
+
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""
 
@@ -394,7 +399,29 @@ class TrainerConfig(RootConfig):
             derive(self.model, "what `auto` means", fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
         return self
 
+    @property
+    def reference_source(self) -> Literal["adapter", "copy"] | None:
+        """Where the reference's log-probabilities come from. None: no loss needs them."""
+        if self.reference is None and (self.loss.type == "custom" or self.loss.kl_coef == 0):
+            return None
+        source = "auto" if self.reference is None else self.reference.source
+        if source != "auto":
+            return source
+        lora = self.model.lora
+        return "adapter" if lora is not None and lora.path is None and not lora.modules_to_save else "copy"
+
     def _faults(self) -> Iterator[str]:
+        if self.reference is not None and self.loss.type != "custom" and self.loss.kl_coef == 0:
+            yield "reference has no effect with loss.kl_coef = 0: set it above 0, or remove [reference]"
+        if self.reference is not None and self.reference.source == "adapter":
+            lora = self.model.lora
+            if lora is None:
+                yield "reference.source = 'adapter' needs model.lora: use 'copy'"
+            elif lora.modules_to_save:
+                yield (
+                    f"reference.source = 'adapter' with model.lora.modules_to_save = {lora.modules_to_save}: the model "
+                    "without adapters would hold their trained weights; use 'copy'"
+                )
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -16,7 +17,7 @@ from prime_rl.configs.trainer import (
     TrainerConfig,
     TruncatedLossConfig,
 )
-from prime_rl.trainer.rl.loss import LossInputs, Tokens, objective_of, setup_loss
+from prime_rl.trainer.rl.loss import LossInputs, Tokens, objective_of, setup_loss, surrogate_losses
 from prime_rl.trainer.rl.rows import RowLayout, Sequences
 
 THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], [-1.3, -0.9, -1, -3], [1, -1, -1, 1]
@@ -117,6 +118,33 @@ def clip(ratio, advantage, low, high):
 
 def by_sequence(token_losses) -> list[np.ndarray]:
     return np.split(token_losses, [LENGTHS[0]])
+
+
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_penalty_on_the_divergence_from_a_reference_has_the_value_and_gradient_of_its_formula(
+    estimator: str, importance: bool
+) -> None:
+    reference = [-1.1, -0.4, -2.5, -0.9]
+    config = ClipLossConfig(kl_coef=0.3, kl_estimator=estimator, kl_importance=importance, average="sequence")
+    tokens = dataclasses.replace(tokens_of(), reference_logprobs=torch.tensor(reference, dtype=torch.float64))
+    result = surrogate_losses(tokens, objective_of(config), config)
+    (found,) = torch.autograd.grad(result.losses_S.sum(), tokens.logprobs)
+
+    def loss(theta: np.ndarray, at: np.ndarray) -> float:
+        """`at` is the value of theta where it counts as a constant."""
+        gap, ratio, advantage = theta - reference, np.exp(theta - BEHAVE), np.array(ADVANTAGES, dtype=float)
+        if estimator == "k1":
+            return float(np.mean(clip(ratio, advantage - 0.3 * (at - reference), 0.2, 0.2)))
+        penalty = gap**2 / 2 if estimator == "k2" else np.exp(-gap) + gap - 1
+        return float(np.mean(clip(ratio, advantage, 0.2, 0.2) + 0.3 * penalty * (ratio if importance else 1)))
+
+    theta, step = np.array(THETA, dtype=float), 1e-6
+    assert result.losses_S.sum().item() == pytest.approx(loss(theta, theta), rel=1e-9)
+    slopes = [(loss(theta + h, theta) - loss(theta - h, theta)) / (2 * step) for h in np.eye(4) * step]
+    assert found.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    gap = theta - reference
+    assert result.metrics["reference_kl"].item() == pytest.approx(np.mean(np.exp(-gap) + gap - 1))
 
 
 def numpy_loss(algorithm: str) -> float:

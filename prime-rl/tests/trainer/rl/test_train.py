@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
-from prime_rl.configs.trainer import ModelConfig, TrainerConfig
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths, SamplesFile, stable_steps
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.rl.run import train
@@ -147,10 +147,10 @@ def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_m
     assert {name: two[name] for name in same} == pytest.approx({name: one[name] for name in same}, rel=1e-4)
 
 
-def config_of(out: Path, model: Path, **settings) -> TrainerConfig:
+def config_of(out: Path, model_dir: Path, **settings) -> TrainerConfig:
     fixed = {"device": "cpu", "max_steps": 1, "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-3}}
-    model_config = ModelConfig(name=str(model), attn="sdpa", seq_len=512)
-    return TrainerConfig(output_dir=out, model=model_config, **fixed | settings)
+    fixed["model"] = ModelConfig(name=str(model_dir), attn="sdpa", seq_len=512)
+    return TrainerConfig(output_dir=out, **fixed | settings)
 
 
 def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
@@ -173,6 +173,24 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     record = json.loads(RunPaths(alone).metrics.read_text())
     assert record["progress/samples"] == len(UNEVEN_LENGTHS)
     assert record["importance_ratio/std"] > 0, "later updates leave the policy that the step began with"
+
+
+def test_the_reference_is_the_starting_model_as_a_copy_or_without_adapters(tmp_path, tiny_model_dir) -> None:
+    lora = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
+    runs = {}
+    for source in ("adapter", "copy"):
+        out = tmp_path / source
+        send(out, 0, 1)
+        model = ModelConfig(name=str(tiny_model_dir), attn="sdpa", seq_len=512, lora=LoRAConfig(**lora))
+        settings = {"max_steps": 2, "optim": {"lr": 1e-2}, "loss": {"type": "clip", "kl_coef": 0.5}}
+        config = config_of(out, tiny_model_dir, model=model, reference={"source": source}, **settings)
+        train(config, RunPaths(out))
+        runs[source] = [json.loads(line) for line in RunPaths(out).metrics.read_text().splitlines()]
+    for one, other in zip(*runs.values(), strict=True):
+        assert one["reference_kl/mean"] == pytest.approx(other["reference_kl/mean"], abs=1e-6)
+        assert one["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-4)
+    first, second = (record["reference_kl/mean"] for record in runs["copy"])
+    assert (first, second > 1e-4) == (pytest.approx(0, abs=1e-6), True)
 
 
 def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tiny_model_dir) -> None:

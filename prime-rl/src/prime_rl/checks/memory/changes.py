@@ -212,6 +212,7 @@ LABELS = {
     "activations": "activations",
     "logits": "logits and loss",
     "buffers": "gathered and reduced",
+    "reference": "reference model",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
     "copy": "copy for a checkpoint",

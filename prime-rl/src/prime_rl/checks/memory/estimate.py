@@ -314,7 +314,10 @@ def estimate_rl(
     of_frozen = list(_frozen(config.frozen_models, frozen, gpu, device))
     if device == "cpu" and room is not None:
         room -= sum(each.needed_bytes for each in of_frozen) // processes
-    components = [_trainer(training, room, trainer.ckpt)]
+    # The copy of the starting model for `loss.kl_coef`, in the compute dtype.
+    copied = trainer.reference_source == "copy"
+    reference = {"reference": shapes[0].parameters * training.compute_bytes // training.shards} if copied else {}
+    components = [_trainer(training, room, trainer.ckpt, reference)]
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
@@ -322,7 +325,7 @@ def estimate_rl(
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
-        components = [_trainer(training, left, trainer.ckpt), engine]
+        components = [_trainer(training, left, trainer.ckpt, reference), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
 
@@ -341,13 +344,16 @@ def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
     return (1, 0) if deployment.type == "single_node" else (deployment.num_train_nodes, deployment.num_infer_nodes)
 
 
-def _trainer(training: Training, room: int | None, ckpt: CheckpointConfig | None) -> Component:
+def _trainer(
+    training: Training, room: int | None, ckpt: CheckpointConfig | None, more: Mapping[str, int] | None = None
+) -> Component:
     on_cpu = training.device == "cpu"
     copied = copied_state(training) if ckpt is not None and ckpt.async_save else 0
     own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
     moved = 0 if on_cpu else host_memory(training) + copied
     notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
-    return Component("trainer", training.processes, peak_memory(training) | own, room, notes=notes)
+    parts = {**peak_memory(training), **own, **(more or {})}
+    return Component("trainer", training.processes, parts, room, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)

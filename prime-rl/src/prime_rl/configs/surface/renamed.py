@@ -361,10 +361,10 @@ _OF_SFT: tuple[tuple[str, str, str], ...] = (
 )
 
 _KL_NAMES = ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta", "kl_penalty_coef")
-_KL = "with the starting model as [teacher_inference.model]: a penalty on the KL to it"
+_KL = "a penalty on the KL divergence from the starting model"
 
 _OF_RL: tuple[tuple[str, str, str], ...] = (
-    *((old, "trainer.loss.teacher_tau", _KL) for old in _KL_NAMES),
+    *((old, "trainer.loss.kl_coef", _KL) for old in _KL_NAMES),
     ("seed", "orchestrator.seed", ""),
     ("max_seq_length", "seq_len", ""),
     ("num_generations", "orchestrator.rollouts_per_example", ""),
@@ -421,7 +421,7 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_elsewhere("sft", entry) for entry in _OF_SFT),
     *(_elsewhere("rl", entry) for entry in _OF_RL),
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
-    *(_rewritten(f"trainer.loss.{old}", "trainer.loss.teacher_tau", note=_KL) for old in _KL_NAMES),
+    *(_rewritten(f"trainer.loss.{old}", "trainer.loss.kl_coef", note=_KL) for old in _KL_NAMES if old != "kl_coef"),
     *(
         _removed(f"{component}.model.{old}", _LOAD_IN_4BIT)
         for component in ("sft", "trainer", "rl")

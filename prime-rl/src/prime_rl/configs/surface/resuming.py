@@ -99,7 +99,16 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("attempt", "says how to start", "sft.allocation_mode", "sft.launcher", "sft.recover"),
     _rule("none", "", "sft.stall", "sft.storage", "sft.trace"),
     # The RL trainer.
-    _rule("applied", "", "trainer.tokenizer", "trainer.data", "trainer.loss", "trainer.parity", "trainer.minibatches"),
+    _rule(
+        "applied",
+        "",
+        "trainer.tokenizer",
+        "trainer.data",
+        "trainer.loss",
+        "trainer.reference",
+        "trainer.parity",
+        "trainer.minibatches",
+    ),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
     _rule(
         "none",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -428,6 +429,20 @@ def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a DTensor's shards into the full tensor; other tensors are returned as they are. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model` compute without its adapters inside the block, as the model that they were added to."""
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    alphas = [adapter.alpha for adapter in adapters]
+    try:
+        for adapter in adapters:
+            adapter.alpha = 0.0
+        yield
+    finally:
+        for adapter, alpha in zip(adapters, alphas, strict=True):
+            adapter.alpha = alpha
 
 
 def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

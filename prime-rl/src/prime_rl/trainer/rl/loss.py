@@ -28,6 +28,7 @@ from prime_rl.configs.algorithms import (
     DefaultLossConfig,
     GSPOLossConfig,
     LossConfig,
+    ReferenceKLConfig,
     SurrogateLossConfig,
     TruncatedLossConfig,
 )
@@ -61,6 +62,7 @@ class Tokens:
     sequences: Sequences
     """The sequences that the tokens belong to."""
     teacher_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
 
 
 Objective = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
@@ -136,6 +138,28 @@ def clipped_surrogate(
     return losses, {"importance_ratio": ratio.detach(), "is_clipped": (losses > plain).float()}
 
 
+def reference_kl(tokens: Tokens, config: ReferenceKLConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The penalty on KL(theta || reference): what it adds to advantages and losses, both [M], and metrics.
+
+    With d = log theta_t - log ref_t, Schulman 2020 (Approximating KL Divergence) estimates a token's divergence by
+    k1 = d, k2 = d^2 / 2 and k3 = exp(-d) + d - 1. The gradient of k1 as a loss is zero on average, so k1 lowers the
+    advantage instead (Ouyang et al. 2022, InstructGPT). k2 and k3 are losses (k3: Shao et al. 2024, DeepSeekMath).
+    `kl_importance` multiplies these by theta_t / behave_t (DeepSeek-AI 2025, DeepSeek-V3.2).
+    """
+    none = torch.zeros_like(tokens.advantages)
+    if tokens.reference_logprobs is None or config.kl_coef == 0:
+        return none, none, {}
+    difference = (tokens.logprobs - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = (-difference).exp() + difference - 1
+    metrics = {"reference_kl": tokens.sequences.mean(k3.detach())}
+    if config.kl_estimator == "k1":
+        return -config.kl_coef * difference.detach(), none, metrics
+    divergence = k3 if config.kl_estimator == "k3" else difference.square() / 2
+    if config.kl_importance:
+        divergence = divergence * importance_ratio(tokens.logprobs, tokens.inference_logprobs)
+    return none, config.kl_coef * divergence, metrics
+
+
 def objective_of(config: SurrogateLossConfig) -> Objective:
     """The objective for a loss config."""
     match config:
@@ -167,6 +191,8 @@ class LossInputs:
     """[T], bool."""
     proximal_logprobs: Tensor | None = None
     """Log-probabilities under the policy at the start of the step; None if that is still the trained policy."""
+    reference_logprobs: Tensor | None = None
+    """Log-probabilities under the model that `[trainer.reference]` chooses; None without that section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +257,7 @@ def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
         return values_T.index_select(0, layout.trained_M)
 
     logprobs = trained(inputs.trainer_logprobs)
-    proximal, teacher = inputs.proximal_logprobs, inputs.teacher_logprobs
+    proximal, teacher, reference = inputs.proximal_logprobs, inputs.teacher_logprobs, inputs.reference_logprobs
     return Tokens(
         logprobs,
         trained(inputs.inference_logprobs),
@@ -239,6 +265,7 @@ def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
         trained(inputs.advantages),
         layout.sequences,
         None if teacher is None else trained(teacher),
+        None if reference is None else trained(reference),
     )
 
 
@@ -285,14 +312,15 @@ def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs
 
 def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogateLossConfig) -> RowLosses:
     """Losses for a published objective, before division by the step's tokens or sequences."""
-    losses, metrics = objective(tokens)
-    sums_S = tokens.sequences.sum(losses)
+    to_advantages, to_losses, of_reference = reference_kl(tokens, config)
+    losses, metrics = objective(dataclasses.replace(tokens, advantages=tokens.advantages + to_advantages))
+    sums_S = tokens.sequences.sum(losses + to_losses)
     if config.average == "sequence":
         sums_S = sums_S / tokens.sequences.lengths_S
     elif config.average == "constant":
         sums_S = sums_S / config.constant_tokens
     mismatch = mismatch_kl(tokens.logprobs.detach() - tokens.inference_logprobs)
-    return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **metrics})
+    return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **of_reference, **metrics})
 
 
 def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
@@ -301,7 +329,9 @@ def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
     log_ratio = tokens.logprobs.detach() - tokens.inference_logprobs
     ratio = log_ratio.exp()
     dropped, metrics = _trust_region_mask(tokens, log_ratio, ratio, config)
-    bonus = config.adv_tau * tokens.advantages
+    to_advantages, to_losses, of_reference = reference_kl(tokens, config)
+    bonus = config.adv_tau * tokens.advantages + to_advantages
+    metrics |= of_reference
     if tokens.teacher_logprobs is not None:
         teacher_gap = tokens.teacher_logprobs - tokens.logprobs.detach()
         bonus = bonus + config.teacher_tau * teacher_gap
@@ -314,7 +344,7 @@ def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
         weight = ratio * weight
     # Select instead of multiplying by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.
     kept_weight = weight.masked_fill(dropped, 0)
-    return RowLosses(sequences.sum(-kept_weight * tokens.logprobs), metrics)
+    return RowLosses(sequences.sum(to_losses - kept_weight * tokens.logprobs), metrics)
 
 
 def _trust_region_mask(

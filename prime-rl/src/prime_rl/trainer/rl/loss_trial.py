@@ -27,7 +27,7 @@ _SHAPES = ((6, 3), (3, 1))
 standard deviation is NaN."""
 
 
-def try_loss(config: CustomLossConfig, device: torch.device) -> None:
+def try_loss(config: CustomLossConfig, device: torch.device, has_reference: bool = False) -> None:
     """Call the loss on sequences like those of a run, and take its gradient.
 
     Raises:
@@ -36,7 +36,7 @@ def try_loss(config: CustomLossConfig, device: torch.device) -> None:
     function, _ = custom_function(config)
     key = f"trainer.loss.import_path = {config.import_path!r}"
     for number, (length, trained) in enumerate(_SHAPES):
-        inputs = _made_up(length, trained, 1.0 - 1.5 * number, device)
+        inputs = _made_up(length, trained, 1.0 - 1.5 * number, device, has_reference)
         try:
             # With gradients, whatever the caller has switched off.
             with torch.enable_grad():
@@ -50,7 +50,7 @@ def try_loss(config: CustomLossConfig, device: torch.device) -> None:
             raise TrainerError(f"{key}: {fault}")
 
 
-def _made_up(length: int, trained: int, advantage: float, device: torch.device) -> LossInputs:
+def _made_up(length: int, trained: int, advantage: float, device: torch.device, has_reference: bool) -> LossInputs:
     """A prompt and an answer of `trained` tokens, as a row of a run has them."""
     mask = torch.arange(length, device=device) >= length - trained
     ours = torch.linspace(-2.0, -0.5, length, device=device)
@@ -59,6 +59,7 @@ def _made_up(length: int, trained: int, advantage: float, device: torch.device) 
         inference_logprobs=torch.where(mask, ours + 0.1, 0.0),
         # Given to every loss: whether a run has a teacher is not the trainer's to know.
         teacher_logprobs=torch.where(mask, ours + 0.2, 0.0),
+        reference_logprobs=torch.where(mask, ours + 0.3, 0.0) if has_reference else None,
         advantages=torch.where(mask, advantage, 0.0),
         loss_mask=mask,
     )
@@ -113,7 +114,7 @@ def main() -> None:
     if config.loss.type != "custom":
         return
     try:
-        try_loss(config.loss, torch.device("cpu"))
+        try_loss(config.loss, torch.device("cpu"), config.reference is not None)
     except TrainerError as fault:
         sys.stderr.write(f"error: {fault}\n")
         raise SystemExit(1) from fault

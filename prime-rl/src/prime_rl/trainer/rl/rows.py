@@ -126,6 +126,8 @@ class Row:
     """Index of the optimizer update within the step that this row belongs to."""
     proximal_logprobs: Tensor | None = None
     """Log-probabilities under the policy at the start of the step; None if the loss does not need them."""
+    reference_logprobs: Tensor | None = None
+    """Log-probabilities under the reference model; None if the loss does not need them."""
     kept_as: list[list[int] | None] | None = None
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
 

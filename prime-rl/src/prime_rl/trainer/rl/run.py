@@ -45,7 +45,7 @@ from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
-from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, StepSize
+from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, get_logger
 from prime_rl.utils.waiting import Wait, advice_on
@@ -186,6 +186,9 @@ class RLTrainer:
         self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
         self.components.parity.check(rows, self.components.forward_backward, version=step)
         values, sizes, grad_norms = MetricValues(), [], []
+        if self.components.forward_backward.reference is not None:
+            with self.times("reference_logprobs"):
+                rows = self.components.forward_backward.with_reference(rows)
         with self.times("forward_backward"):
             for minibatch in self._minibatches(rows):
                 self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
@@ -352,7 +355,7 @@ def setup_components(
     """Build everything that the training loop needs, and restore the checkpoint if the run resumes."""
     process = mesh.process
     if config.loss.type == "custom":
-        try_loss(config.loss, process.device)
+        try_loss(config.loss, process.device, config.reference is not None)
     loss = setup_loss(config.loss)
     checkpoints = (
         CheckpointManager(config.ckpt, paths, process, mesh.data_axis, configs_to_save(paths, "trainer", config))
@@ -368,6 +371,7 @@ def setup_components(
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)
+    reference = setup_reference(config, model, mesh, products)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
@@ -379,7 +383,7 @@ def setup_components(
         tokenizer=tokenizer,
         batches=setup_batches(config, paths, mesh, model.config),
         data_axis=mesh.data_axis,
-        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh, kept),
+        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh, kept, reference),
         kept=kept,
         parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,
@@ -389,6 +393,28 @@ def setup_components(
         published_dtype=compute_dtype(config.model, process.device),
         export_dtype=export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device),
     )
+
+
+def setup_reference(
+    config: TrainerConfig, model: PreTrainedModel, mesh: Mesh, products: ProductChoice
+) -> Reference | None:
+    """The model that the run starts from; None if nothing in the trainer needs it. Collective.
+
+    A resumed run reads it from `model.name` again, so checkpoints do not hold it.
+    """
+    source = config.reference_source
+    if source is None:
+        return None
+    if source == "adapter":
+        get_logger().info("Reference model: the trained one without its adapters")
+        return Reference(model, is_trained=True)
+    get_logger().info(f"Reference model: a frozen copy of {config.model.name}")
+    dtype = compute_dtype(config.model, mesh.process.device)
+    lora = config.model.lora if config.model.lora is not None and config.model.lora.path is not None else None
+    frozen = config.model.model_copy(
+        update={"optimization_dtype": str(dtype).removeprefix("torch."), "lora": lora, "optim_cpu_offload": False}
+    )
+    return Reference(setup_model(frozen, mesh, products=products).requires_grad_(False), is_trained=False)
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:

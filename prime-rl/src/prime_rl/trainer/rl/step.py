@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from prime_rl.configs.rollouts.sampling import training_warnings
 from prime_rl.configs.trainer import ParityConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.blocks import accumulated
+from prime_rl.trainer.model.lora import without_adapters
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
@@ -56,6 +58,21 @@ class StepSize:
         return max(1, self.trained_tokens if loss.per_token else self.sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The model that the run starts from, which scores rows for the loss."""
+
+    model: PreTrainedModel
+    """A frozen copy, or the trained model, which then computes without its adapters."""
+    is_trained: bool
+
+    @torch.no_grad()
+    def logprobs(self, row: Row, targets: Tensor, vocab_chunk: int | None) -> Tensor:
+        """Log-probabilities of a row's tokens, float32 [T]. Collective."""
+        with without_adapters(self.model) if self.is_trained else nullcontext():
+            return score_row(self.model, row, targets, vocab_chunk)[0]
+
+
 MAX_WHOLE_GRADIENT_BYTES = 2**30
 """Unsharded gradients up to this size are accumulated on each rank and reduced once per update, which saves a reduction
 for every row but the last (a seventh of a step with two CPU processes and 12.6M parameters) but costs memory."""
@@ -71,8 +88,10 @@ class ForwardBackward:
         vocab_chunk: int | None,
         mesh: Mesh,
         kept: KeptLogprobs | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self.model = model
+        self.reference = reference
         self.kept = kept
         self.loss = loss
         self.vocab_chunk = vocab_chunk
@@ -98,6 +117,7 @@ class ForwardBackward:
                 advantages=row.advantages,
                 loss_mask=row.loss_mask,
                 proximal_logprobs=row.proximal_logprobs,
+                reference_logprobs=row.reference_logprobs,
             )
             losses = self.loss.row_losses(inputs, row.layout) if row.trained_tokens else None
             # The backward pass is a collective, so rows without a trained sequence take part in it too.
@@ -118,6 +138,19 @@ class ForwardBackward:
         with torch.no_grad():
             scored = [self._own_logprobs(row) for row in rows]
         return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
+
+    def with_reference(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with `reference_logprobs`. Collective."""
+        assert self.reference is not None
+        scored = []
+        for row in rows:
+            own_beats().tick()
+            scored.append(self.reference.logprobs(row, self._targets(row), self.vocab_chunk))
+        if not self.reference.is_trained:
+            # Without a backward pass, the root's weights stay gathered.
+            assert isinstance(self.reference.model, FSDPModule)
+            self.reference.model.reshard()
+        return [dataclasses.replace(row, reference_logprobs=own) for row, own in zip(rows, scored, strict=True)]
 
     def _own_logprobs(self, row: Row) -> Tensor:
         own_beats().tick()
