@@ -309,7 +309,9 @@ def keys_of(component: str, section: Section, prefix: Key = ()) -> Iterator[tupl
     for name, field in section.model_fields.items():
         path = (*prefix, name)
         key = ".".join((component, *path))
-        if name == "toml_files" or any(entry.key == key and not entry.values for entry in NOT_BUILT):
+        # What `sft` does not support, `dpo` does not either.
+        names = (key, key.replace("dpo.", "sft.", 1))
+        if name == "toml_files" or any(entry.key in names and not entry.values for entry in NOT_BUILT):
             continue
         if name == "type" and isinstance(tag_of(section), str) and field.annotation is not str and is_tag(section):
             continue

@@ -229,6 +229,9 @@ LEARNING: dict[Kind, tuple[Shown, ...]] = {
     "sft": (
         Shown("loss", _SFT, LOSS, "{:.4f}"),
         Shown("validation loss", _SFT, "val/loss", "{:.4f}"),
+        Shown("accuracy of pairs", _SFT, "rewards/accuracies", "{:.1%}"),
+        Shown("held-out accuracy", _SFT, "val/rewards/accuracies", "{:.1%}"),
+        Shown("reward margin", _SFT, "rewards/margins"),
         Shown("gradient norm", _SFT, "optim/grad_norm"),
         Shown("learning rate", _SFT, "optim/lr", "{:.2e}"),
         Shown("epoch", _SFT, "progress/epoch", "{:g}"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import forward_backward, sizes_of
 from prime_rl.trainer.sft.validation import packed
 from prime_rl.utils.conversations import RowFault
-from prime_rl.utils.pydantic_config import ConfigError, load_config
+from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 TRL = json.loads(Path(__file__).with_name("trl_losses.json").read_text(encoding="utf-8"))
+SCRIPT = Path(__file__).with_name("pairs_of_two_ranks.py")
 CHECKPOINT = Path(__file__).parents[4] / "examples" / "reverse_text" / "checkpoint"
 
 Rows = list[dict[str, Any]]
@@ -262,3 +266,28 @@ def test_a_run_learns_and_continues_exactly(tiny_model_dir: Path, tmp_path: Path
     assert last["val/loss"] < first["val/loss"]
     assert last["val/rewards/margins"] > 0
     assert "val/perplexity" not in last
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_with_all_weights_and_with_an_adapter(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = DPOConfig(
+        device="cpu",
+        model={"name": str(tiny_model_dir), "attn": "sdpa", "lora": {"rank": 4}},
+        data={"name": str(written(tmp_path / "rows.jsonl", made_up(40))), "seq_len": 32, "shuffle": False},
+        optim={"lr": 1e-3},
+        loss={"rpo_alpha": 0.1},
+        output_dir=tmp_path,
+    )
+    dump_toml(config, tmp_path / "dpo.toml")
+    found = []
+    for processes, launcher in ((1, ()), (2, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))):
+        command = [sys.executable, *launcher, SCRIPT, "@", tmp_path / "dpo.toml"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads((tmp_path / f"{processes}.json").read_text()))
+    assert len(found[0]) == 6
+    for alone, together in zip(*found, strict=True):
+        assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)

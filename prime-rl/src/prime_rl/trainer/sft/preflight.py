@@ -87,7 +87,7 @@ def preflight(config: SFTConfig, console: Console, say: Callable[[str], None] = 
     Raises:
         SystemExit: with code 1, if the data cannot be read. The log says why.
     """
-    datasets: dict[str, DataConfig] = {"SFT data": config.data}
+    datasets: dict[str, DataConfig] = {f"{config.component.upper()} data": config.data}
     if config.val is not None:
         datasets["Validation data"] = packed_whole(config.val.data)
     if config.validates_on_training_rows:

@@ -12,6 +12,7 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
+from prime_rl.trainer.sft.data.pairs import Pair
 from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Made, Sample, SampleCounts
 from prime_rl.trainer.sft.data.sources import Entries, Entry
 from prime_rl.utils.logger import count_of, get_logger
@@ -26,6 +27,8 @@ _FIRST_ROWS = 256
 _WORRYING_TRUNCATED = 0.05
 _WORRYING_UNTRAINABLE = 0.01
 _WORRYING_DUPLICATES = 0.05
+_WORRYING_LENGTHS = 0.9
+"""Share of pairs of which the same side is the longer one."""
 _WORRYING_LOSS_OF_PACKING = 0.1
 _SHOWN_SAMPLES = 3
 _LOSING = ("truncated", "overlong", "untrainable")
@@ -39,9 +42,11 @@ class Examination:
     """Number of rows per epoch; 0 if it is unknown."""
     counts: SampleCounts = field(default_factory=SampleCounts)
     lengths: list[int] = field(default_factory=list)
-    """Length in tokens of each row that could be tokenized, before it was cut."""
+    """Length in tokens of each row that could be tokenized, before it was cut; of a pair, of each answer."""
     tokens: int = 0
     targets: int = 0
+    longer_chosen: int = 0
+    """Number of pairs whose chosen answer is the longer one."""
     without_end: int = 0
     """Number of samples whose trained part has no end token."""
     unmarked_calls: int = 0
@@ -96,7 +101,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
         if made.fault:
             found.faults[made.fault] = None
         if made.inputs:
-            found.lengths.append(made.inputs)
+            found.lengths += made.lengths
         kept = sum(sample.inputs for sample in made.samples)
         found.lost += max(0, made.inputs - kept) if made.kind in _LOSING else 0
         if made.sample is not None:
@@ -104,6 +109,8 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.pieces += len(made.more)
             found.without_end += not made.has_end
             found.unmarked_calls += made.sample.unmarked_calls
+            if isinstance(made.sample, Pair):
+                found.longer_chosen += made.sample.chosen.targets > made.sample.rejected.targets
             if made.end_id is not None:
                 found.end_ids.add(made.end_id)
             fingerprint = hash(tuple(each.token_ids.tobytes() for each in made.sample.sequences))
@@ -196,6 +203,13 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield (
             f"{found.unmarked_calls} {of_rows} have tool calls outside of the chat template's {{% generation %}}, "
             "which are not trained: move {% endgeneration %} behind them, or take the marks out of the template"
+        )
+    longer = found.longer_chosen / max(found.samples, 1)
+    if config.holds_pairs and not 1 - _WORRYING_LENGTHS <= longer <= _WORRYING_LENGTHS:
+        word = "longer" if longer > 0.5 else "shorter or equal"
+        yield (
+            f"the chosen answer is {word} in {max(longer, 1 - longer):.0%} of {found.samples} pairs: the model may "
+            "learn the length"
         )
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"

@@ -111,6 +111,13 @@ class Made:
     """What is wrong with a bad row."""
     more: tuple[TokenizedSample, ...] = ()
     """Further samples of a row that was split."""
+    of_sides: tuple[int, ...] = ()
+    """Length of each sequence of a pair, before it was cut."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each sequence that `seq_len` limits, before it was cut."""
+        return self.of_sides or (self.inputs,)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -170,14 +177,15 @@ class SampleMaker:
                 f"{entry.where}: {count} tokens, more than {self.config.section}.seq_len = {self.config.seq_len}, "
                 f'and {self.config.section}.overlong = "error"'
             )
-        inputs = sum(each.whole_inputs or each.inputs for each in sequences)
+        of_sides = tuple(each.whole_inputs or each.inputs for each in sequences)
+        inputs = sum(of_sides)
         if is_overlong and self.config.overlong == "drop":
-            return Made(None, "overlong", inputs)
+            return Made(None, "overlong", inputs, of_sides=of_sides)
         if is_overlong and self.config.overlong == "split":
             return self._split(longest)
         cut = [each.first(self.config.seq_len) for each in sequences]
         if not all(each.targets for each in cut):
-            return Made(None, "untrainable", inputs)
+            return Made(None, "untrainable", inputs, of_sides=of_sides)
         ends = [self._end_id(each) for each in sequences]
         has_end = all(each.is_cut or end is not None for each, end in zip(sequences, ends, strict=True))
         sample: Sample = cut[0]
@@ -185,7 +193,7 @@ class SampleMaker:
             sample = Pair(cut[0], cut[1], -1 if entry.key is None else entry.key)
             if np.array_equal(cut[0].token_ids, cut[1].token_ids):
                 return self._equal_pair(entry, is_cut=is_overlong)
-        return Made(sample, "truncated" if is_overlong else "seen", inputs, has_end, ends[0])
+        return Made(sample, "truncated" if is_overlong else "seen", inputs, has_end, ends[0], of_sides=of_sides)
 
     def _sequences(self, row: Row) -> tuple[TokenizedSample, ...]:
         """The sequences that a row makes: one, or in preferences one for each answer."""

@@ -1,0 +1,53 @@
+"""Started by `test_preferences.py` as a single process, and with two processes under torchrun."""
+
+from __future__ import annotations
+
+import json
+
+from transformers import AutoTokenizer
+
+from prime_rl.configs.dpo import DPOConfig
+from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.optim.optimizer import setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
+from prime_rl.trainer.preferences.objective import Preferences, reference_logprobs
+from prime_rl.trainer.process.errors import leaving_at_once
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
+from prime_rl.trainer.process.world import destroy_world, setup_world
+from prime_rl.trainer.sft.data.samples import DatasetStream
+from prime_rl.trainer.sft.step import train_step
+from prime_rl.trainer.sft.validation import packed
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
+
+
+def main() -> None:
+    """Train three steps on the same eight rows, however many processes there are: an adapter, then all weights."""
+    config = parse_argv_or_exit(DPOConfig)
+    process = setup_world("cpu", timeout_s=3600)
+    found = []
+    for lora in (config.model.lora, None):
+        model_config = config.model.model_copy(update={"lora": lora})
+        found += three_steps(config, model_config, setup_mesh(model_config, process))
+    if process.is_main:
+        (config.output_dir / f"{process.world_size}.json").write_text(json.dumps(found))
+    destroy_world()
+
+
+def three_steps(config: DPOConfig, model_config: ModelConfig, mesh: Mesh) -> list[dict[str, float]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_config.name)
+    model = setup_model(model_config, mesh)
+    objective = Preferences(config.loss)
+    objective.reference = reference_logprobs(model, DatasetStream(config.data, tokenizer, mesh.data_axis), mesh)
+    whole = DatasetStream(config.data, tokenizer, DataAxis(0, 1))
+    rows = packed([sample for made in whole.own_share() for sample in made.samples], config.data)[:8]
+    own_rows = rows[mesh.process.rank :: mesh.process.world_size]
+    optimizer = setup_optimizer(config.optim, model)
+    state = TrainState({"policy": TrainedModel(model, optimizer, setup_scheduler(config.scheduler, optimizer, 3))})
+    steps = [train_step(state, own_rows, 1.0, mesh, objective) for _ in range(3)]
+    return [{"loss": step.loss, "grad_norm": step.grad_norm, **step.metrics} for step in steps]
+
+
+with leaving_at_once():
+    main()
