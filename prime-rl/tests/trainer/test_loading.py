@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import setup_model
@@ -41,6 +42,8 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
 
 def save(config: tf.PretrainedConfig, folder: Path) -> None:
     model: Any = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
 
 

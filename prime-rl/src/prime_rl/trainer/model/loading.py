@@ -312,8 +312,11 @@ def _zero_padding(model: PreTrainedModel) -> None:
 
     Engines that load the model with Transformers have it so.
     """
+    # Code that a model brings with it may draw weights anew in `_init_weights`. FSDP's class hides where it is from.
+    if any(each.__module__.startswith("transformers_modules.") for each in type(model).__mro__):
+        return
     padded = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.padding_idx is not None]
-    for module in padded if not model.is_custom_code() else ():
+    for module in padded:
         row = cast("int", module.padding_idx)
         probe = nn.Embedding(row + 1, 1, row)
         nn.init.ones_(probe.weight)
