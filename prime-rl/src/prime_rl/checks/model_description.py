@@ -49,7 +49,7 @@ CAUSAL_FAMILIES = frozenset(
 
 SEPARABLE_FAMILIES = frozenset(
     "gemma3 gemma4 glm4v got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llava llava_next llava_onevision mistral3 "
-    "qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm vipllava".split()
+    "qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm vipllava".split()
 )
 """Model types with a vision tower whose language part, run alone as the causal class of its config, has the logits of
 the whole on text. Tests compare them."""
@@ -59,6 +59,7 @@ PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Language parts without a causal class of their own, and the model that they are on text, where the three positions of
 multimodal rotary embeddings are equal."""

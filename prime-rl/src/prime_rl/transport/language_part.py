@@ -48,6 +48,8 @@ class LanguagePart:
     """The same path in the class that the checkpoint names, as `model.language_model`."""
     is_stacked: bool = False
     """Whether the checkpoint holds a layer's experts in one tensor, as the model does. Others hold them one by one."""
+    is_transposed: bool = False
+    """Whether its stacked experts are [expert, inputs, outputs], as Qwen3-VL-MoE's. The model's have outputs first."""
     is_exported_alone: bool = False
     """Whether exports leave the other tensors out. Weights on their way to an engine have the same names either way."""
 
@@ -62,7 +64,8 @@ class LanguagePart:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        held, state = [name for name in tensor_shapes(folder) if not is_of_tower(name)], model.state_dict()
+        shapes, state = tensor_shapes(folder), model.state_dict()
+        held = [name for name in shapes if not is_of_tower(name)]
         is_stacked = any(name.endswith(_STACKED) for name in held)
         own = list(state if is_stacked else revert_weight_conversion(model, state))
         base = f"{model.base_model_prefix}."
@@ -82,7 +85,9 @@ class LanguagePart:
                 names[name] = present[0]
             elif present or name not in model.all_tied_weights_keys:
                 raise StartFault(f"{name} is {', '.join(present) or 'missing'} in the checkpoint")
-        return cls(folder, names, model.base_model_prefix, path.removesuffix("."), is_stacked)
+        # By this tensor, as the other is a square where experts are half as wide as the model.
+        turned = [tuple(state[name].shape) != tuple(shapes[names[name]]) for name in own if name.endswith(_STACKED)]
+        return cls(folder, names, model.base_model_prefix, path.removesuffix("."), is_stacked, any(turned))
 
     def names_of_files(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the model by the checkpoint's names."""
@@ -101,7 +106,7 @@ class LanguagePart:
     def read(self) -> dict[str, Tensor]:
         """The weights by the model's own names."""
         own = {held: name for name, held in self.names.items()}
-        return {own[held]: tensor for held, tensor in _tensors(self.folder, own)}
+        return {own[held]: self._turned(own[held], tensor) for held, tensor in _tensors(self.folder, own)}
 
     def others(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, such as a vision tower's, by the checkpoint's names."""
@@ -112,12 +117,19 @@ class LanguagePart:
 
     def to_checkpoint(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the checkpoint's names."""
-        return {self.names[name]: tensor for name, tensor in weights.items()}
+        return {self.names[name]: self._turned(name, tensor) for name, tensor in weights.items()}
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The language model's weights among `tensors`, by its own names."""
         own = {held: name for name, held in self.names.items()}
-        return {own[name]: tensor for name, tensor in tensors.items() if name in own}
+        return {own[name]: self._turned(own[name], tensor) for name, tensor in tensors.items() if name in own}
+
+    def is_turned(self, name: str) -> bool:
+        """Whether the files hold a weight of the model with its last two dimensions swapped."""
+        return self.is_transposed and ".experts." in name
+
+    def _turned(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.mT.contiguous() if self.is_turned(name) else tensor
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
         """The checkpoint's `config.json`, with the dtype of an export."""
@@ -136,6 +148,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     if text is not config:
         if text.model_type in PLAIN_LANGUAGE_PARTS:
             settings = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+            if text.model_type == "qwen3_vl_moe_text":  # its routers always do, and its config does not say so
+                settings["norm_topk_prob"] = True
             rope = settings["rope_parameters"]
             settings["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope")}
             text = AutoConfig.for_model(PLAIN_LANGUAGE_PARTS[text.model_type], **settings)

@@ -409,7 +409,7 @@ def _find_weights(
         if is_part:
             part = find_part(model, config.name)
             attach(model, part)
-            checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names)
+            checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names, part.is_turned)
         else:
             checkpoint = Checkpoint.open(checkpoint_files(config.name, model, process))
         plan = checkpoint.plan(model)

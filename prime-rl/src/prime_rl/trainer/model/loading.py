@@ -131,6 +131,24 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Turned:
+    """A stack of matrices in a file, read with rows and columns swapped."""
+
+    held: Any
+
+    def get_shape(self) -> list[int]:
+        count, rows, columns = _shape(self.held)
+        return [count, columns, rows]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        full = (slice(None), slice(None), slice(None))
+        given = full if index is ... else (*index, *full[len(index) :])
+        of_count, of_rows, of_columns = given
+        values: Tensor = self.held[of_count, of_columns, of_rows]
+        return values.mT.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a checkpoint, opened and not read."""
 
@@ -151,9 +169,10 @@ class Checkpoint:
                 tensors |= load_state_dict(file)  # maps the file, if it is a zip file
         return cls(tensors)
 
-    def only(self, names: Mapping[str, str]) -> Checkpoint:
-        """Some of the tensors under new names: `names` maps those to the old."""
-        return Checkpoint({name: self.tensors[held] for name, held in names.items()})
+    def only(self, names: Mapping[str, str], is_turned: Callable[[str], bool]) -> Checkpoint:
+        """Some of the tensors under new names: `names` maps those to the old. Some are matrices to be turned."""
+        held = {name: self.tensors[old] for name, old in names.items()}
+        return Checkpoint({name: _Turned(each) if is_turned(name) else each for name, each in held.items()})
 
     def plan(self, model: PreTrainedModel) -> Plan:
         """Find how each tensor of `model`, which has no values yet, is made. Reads names and shapes only.
