@@ -102,7 +102,9 @@ def test_a_checkpoint_in_the_background_takes_a_copy_of_weights_and_states(sft_t
     assert copied["needed"] - at_once["needed"] == copied["copy"] == at_once["weights"] + at_once["optimizer"]
     # On a GPU the copy is in the host's memory.
     assert needed("--gpu", "80", "--ckpt.async-save") == needed("--gpu", "80")
-    assert "host memory: 91.5 GiB" in run(*words, "--gpu", "80", "--ckpt.async-save", "--estimate").stdout
+    told = run(*words, "--gpu", "80", "--ckpt.async-save", "--estimate").stdout
+    assert "host memory: 91.5 GiB" in told
+    assert "host memory while loading: 0.59 GiB" in told
 
 
 def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Literal
 from prime_rl.checks.disk import DiskForecast, ModelSize, forecast_disk
 from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.shapes import ModelShape, count
-from prime_rl.checks.memory.training import BYTES, Device, Training, copied_state, host_memory, peak_memory
+from prime_rl.checks.memory.training import (
+    BYTES,
+    Device,
+    Training,
+    copied_state,
+    host_memory,
+    loading_memory,
+    peak_memory,
+)
 from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
@@ -352,6 +360,9 @@ def _trainer(
     own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
     moved = 0 if on_cpu else host_memory(training) + copied
     notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
+    without = "" if on_cpu else ", without CUDA's own"
+    loading = loading_memory(training) / 2**30
+    notes.append(f"host memory while loading: {loading:.2f} GiB for each process of the trainer{without}")
     parts = {**peak_memory(training), **own, **(more or {})}
     return Component("trainer", training.processes, parts, room, notes=notes)
 

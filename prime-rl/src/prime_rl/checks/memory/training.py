@@ -244,6 +244,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _OFFLOAD_SLICE_BYTES = 2**30
+_LIBRARIES_BYTES = 510 * 2**20
+"""Host memory of a process with torch and Transformers before it loads a model."""
+_PIECE_BYTES = 64 * 2**20
 _KEPT_WHOLE_BYTES = 2**30
 """RL accumulates unsharded gradients up to this size."""
 BLOCK_QUERIES, BLOCK_SCORES = 128, 2**24
@@ -348,6 +351,20 @@ def host_memory(training: Training) -> int:
     if training.model.fsdp_cpu_offload:
         return training.weights + training.gradients + training.states
     return training.states if training.model.optim_cpu_offload else 0
+
+
+def loading_memory(training: Training) -> int:
+    """Peak of a process's host memory while it loads the model: libraries, its shards if they are on the host, and the
+    largest piece of a file, as read and in float32 (`trainer/model/loading.py`). CUDA's own memory is not included.
+
+    Rank 0 draws the whole of a random model.
+    """
+    on_host = training.device == "cpu" or training.model.fsdp_cpu_offload
+    largest = _FLOAT32 * max(map(prod, training.shape.tensors.values())) // training.shards
+    is_whole = training.model.debug.random_init and (on_host or training.processes > 1)
+    whole = training.shape.parameters * training.master_bytes if is_whole else 0
+    shards = training.weights if on_host else 0
+    return _LIBRARIES_BYTES + whole + shards + 3 * min(largest, _PIECE_BYTES) // 2
 
 
 def copied_state(training: Training) -> int:
