@@ -21,7 +21,7 @@ SOLVE = "{question}\n\n" + BOXED
 TRAINED_ELSEWHERE = {
     "sft": "`medarc_train sft`, whose key is data.name",
     "rw": "a reward model, which is not trained here",
-    "dpo": "`medarc_train sft`, which trains preferences",
+    "dpo": "`medarc_train dpo`, whose key is data.name",
 }
 """AReaL's other types, and the command for each."""
 _IDS = ("prompt_id", "id", "task_id", "problem_id", "unique_id", "uid")
