@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event as Flag
@@ -130,6 +131,14 @@ class Launch:
         return self.process.communicate()[0]
 
     def left_over(self) -> list[str]:
+        """What is in the runtime directory once the guards have ended, which outlive agents that are killed."""
+        runtime = str(self.root / "runtime").encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if runtime in (process / "cmdline").read_bytes():
+                    end = os.pidfd_open(int(process.name))
+                    select.select([end], [], [])
+                    os.close(end)
         return sorted(path.name for path in (self.root / "runtime").iterdir() if path.name != ".lock")
 
 
