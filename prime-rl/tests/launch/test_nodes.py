@@ -126,8 +126,13 @@ class Launch:
             text += data.decode()
         return text
 
+    def read_until(self, words: str) -> None:
+        """Read the head's output up to a line with these words: a child is ready before the head knows."""
+        while words not in (line := self.process.stdout.readline()):
+            assert line, "the launch ended"
+
     def end(self) -> str:
-        """The head's output, once it has ended."""
+        """The head's further output, once it has ended."""
         return self.process.communicate()[0]
 
     def left_over(self) -> list[str]:
@@ -197,13 +202,14 @@ def test_an_agent_that_is_killed_ends_the_launch_by_the_nodes_name_and_leaves_no
 
 
 def test_a_node_that_hangs_is_named_although_a_process_elsewhere_fails_first(launch: Launch) -> None:
-    launch.start({"trainer": (0, PEERLESS), "trainer_rank_1": (1, SAVING)}, silent_s=3)
+    launch.start({"trainer": (0, PEERLESS), "trainer_rank_1": (1, SAVING)}, silent_s=8)
+    launch.read_until("trainer_rank_1 started")
     os.kill(launch.agent(1), signal.SIGSTOP)
     os.kill(launch.pids["n0"], signal.SIGUSR1)
     launch.rest_of_pipe()
     output = launch.end()
     assert launch.process.returncode == 1
-    assert "node n1 is gone: no message from its agent for 3 s" in output
+    assert "node n1 is gone: no message from its agent for 8 s" in output
     assert "it ran trainer_rank_1\n" in output
     assert launch.left_over() == []
 
