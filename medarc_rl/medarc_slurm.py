@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,13 +12,13 @@ from typer import Option
 
 from medarc_rl import medarc_submit
 from medarc_rl.backends.options import MOST_NODES, NODE_GPUS, RlGpus, SlurmJobOptions, SlurmOptions
-from medarc_rl.backends.protocol import Request
+from medarc_rl.backends.protocol import Kind
 from medarc_rl.cli import Group, Lazy, Resume, new_app
 from medarc_rl.commands.estimating import EstimateOptions
 from medarc_rl.errors import UsageError
 
 PROGRAM = "medarc_slurm"
-KINDS = ("sft", "dpo", "rl")
+KINDS: tuple[Kind, ...] = ("sft", "dpo", "rl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,16 @@ class CheckOptions(RlGpus, SftGpus, SlurmJobOptions, RunOptions):
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    return _submit_sft(medarc_submit.sft_request, words, options)
+    return _submit_sft("sft", words, options)
 
 
 def dpo(words: list[str], options: SftOptions) -> int:
     """Submit training on preferences: DPO and its variants."""
-    return _submit_sft(medarc_submit.dpo_request, words, options)
+    return _submit_sft("dpo", words, options)
 
 
-def _submit_sft(request_of: Callable[..., Request], words: list[str], options: SftOptions) -> int:
-    request = request_of(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
+def _submit_sft(kind: Kind, words: list[str], options: SftOptions) -> int:
+    request = medarc_submit.sft_request(kind, words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     if not options.estimate:
         return medarc_submit.submit(request)
     from medarc_rl.backends.slurm.job import plan
@@ -100,8 +100,8 @@ def rl(words: list[str], options: RlOptions) -> int:
 def check(words: list[str], options: CheckOptions) -> int:
     """Check all that a job needs, and submit nothing.
 
-    CONFIG and the options are those of `sft` or `rl`; where the file fits both, write `check sft` or `check rl`. Exit
-    code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
+    CONFIG and the options are those of `sft`, `dpo` or `rl`; where the file fits several, write `check sft`. Exit code:
+    0 if everything is there, 1 if something is not, 2 if the config cannot be used.
     """
     from medarc_rl.backends.slurm.backend import passes_checks
     from medarc_rl.backends.slurm.job import plan
@@ -115,8 +115,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     if kind == "rl":
         request = medarc_submit.rl_request(words, _as_submission(medarc_submit.RlOptions, options), PROGRAM)
     else:
-        request_of = medarc_submit.dpo_request if kind == "dpo" else medarc_submit.sft_request
-        request = request_of(words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
+        request = medarc_submit.sft_request(kind, words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     job, run = plan(request)
     check_startable(run, dry_run=False, job_dir=job.project_dir, waits=job.queued is not None)
     env = dict(os.environ)
@@ -149,16 +148,16 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def _job_kind(words: list[str]) -> tuple[str, list[str]]:
+def _job_kind(words: list[str]) -> tuple[Kind, list[str]]:
     """The kind of job that a command line is about, and its words without the kind.
 
     The first word may name it; otherwise the keys of the files do.
 
     Raises:
-        UsageError: no file is named, or it is for another command, or it fits both kinds.
+        UsageError: no file is named, or it is for another command, or it fits several kinds.
     """
-    if words[:1] and words[0] in KINDS:
-        return words[0], words[1:]
+    if (named := next((kind for kind in KINDS if [kind] == words[:1]), None)) is not None:
+        return named, words[1:]
     files = [Path(word.removeprefix("@")) for word in words if word.endswith(".toml") and not word.startswith("-")]
     if not files:
         raise UsageError("no config: name a TOML file, as in `check config.toml` or `check rl @ config.toml`")
@@ -180,7 +179,8 @@ def _job_kind(words: list[str]) -> tuple[str, list[str]]:
         others = " or ".join(kind for kind, count in unknown.items() if count == fewest)
         raise UsageError(f"{files[-1]}: a config of {others}; jobs are submitted for {' and '.join(KINDS)}")
     if len(fitting) > 1:
-        raise UsageError(f"{files[-1]}: could be an SFT or an RL config: write `check sft` or `check rl` before it")
+        choices = " or ".join(f"`check {kind}`" for kind in fitting)
+        raise UsageError(f"{files[-1]}: could be a config of {' or '.join(fitting)}: write {choices} before it")
     return fitting[0], words
 
 

@@ -30,7 +30,6 @@ from medarc_rl.jobs import JobLog, JobRecord, circumstances, config_files, recor
 
 if TYPE_CHECKING:
     from medarc_rl.utils import ConfigT, GivenConfig
-    from prime_rl.configs.sft import SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +76,12 @@ class EvalOptions(SubmitOptions):
 
 def sft(words: list[str], options: SftOptions) -> int:
     """Submit supervised fine-tuning."""
-    return submit(sft_request(words, options))
+    return submit(sft_request("sft", words, options))
 
 
 def dpo(words: list[str], options: SftOptions) -> int:
     """Submit training on preferences: DPO and its variants."""
-    return submit(dpo_request(words, options))
+    return submit(sft_request("dpo", words, options))
 
 
 def rl(words: list[str], options: RlOptions) -> int:
@@ -133,27 +132,17 @@ app = new_app(
 )
 
 
-def sft_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
+def sft_request(kind: Kind, words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
+    """A submission of `sft` or `dpo`."""
+    from medarc_rl.deployment import sft_nodes_of, sft_owned
+    from prime_rl.configs.dpo import DPOConfig
     from prime_rl.configs.sft import SFTConfig
 
-    return _sft_request(SFTConfig, words, options, program)
-
-
-def dpo_request(words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
-    from prime_rl.configs.dpo import DPOConfig
-
-    return _sft_request(DPOConfig, words, options, program)
-
-
-def _sft_request(root: type[SFTConfig], words: list[str], options: SftOptions, program: str) -> Request:
-    from medarc_rl.deployment import sft_nodes_of, sft_owned
-
-    given = _given(root, words, options)
+    given = _given(DPOConfig if kind == "dpo" else SFTConfig, words, options)
     # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
     # that such a config becomes one for a single node.
     nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(given))
     owned = sft_owned(given, options.gpus or None, nodes)
-    kind: Kind = "dpo" if root.component == "dpo" else "sft"
     return _request(kind, given, options, program, owned=owned, gpus=options.gpus, nodes=nodes or 1)
 
 

@@ -15,6 +15,7 @@ from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.curricula import PassRate, read_pass_rates, write_order, write_pass_rates
 from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
 from prime_rl.environments.rows.loading import Problem, load_problems, mixed
+from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.utils.pydantic_config import ConfigError
 
@@ -297,6 +298,22 @@ def test_a_damaged_source_is_one_line(rows: str, fault: str, tmp_path: Path) -> 
         load({"path": str(file)})
     assert "\n" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
+
+
+def test_answers_and_tools_that_are_lists_of_objects(write: Write) -> None:
+    calls = [{"name": "order", "arguments": {"mg": 1}}]
+    path = write("calls.jsonl", [{"question": "Order it.", "answer": calls}])
+    assert json.loads(load({"path": path})[0].answer) == calls
+    unknown = write("gsm8k.jsonl", [{"question": "a", "answer": "#### 1", "tools": "calculator", "system": "x"}])
+    (problem,) = load({"path": unknown})
+    assert (problem.prompt[0]["role"], problem.tools) == ("user", ())
+    given = {"name": "f", "description": None, "parameters": None}
+    ours = write("tools.jsonl", [{"question": "a", "answer": "b", "tools": [{"type": "function", "function": given}]}])
+    (info,) = load_environment(datasets=[{"path": ours}]).get_dataset()["info"]
+    assert json.loads(info)["tool_defs"] == [{"description": "", "parameters": {}, "name": "f"}]
+    nameless = write("nameless.jsonl", [{"question": "a", "answer": "b", "tools": [{"description": "c"}]}])
+    with pytest.raises(RowsFault, match=r"nameless: a tool of the prompt [0-9a-f]+: name: Field required"):
+        load_environment(datasets=[{"path": nameless}])
 
 
 def test_a_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def is_of_tower(tensor: str) -> bool:
 
 
 def language_start(tensors: Iterable[str]) -> str | None:
-    """What precedes `layers.` in the language model's tensors of a checkpoint; None if no tower is among them."""
+    """The part before `layers.` in the names of a language model's tensors; None for a checkpoint without a tower."""
     names = list(tensors)
     if not any(map(is_of_tower, names)):
         return None

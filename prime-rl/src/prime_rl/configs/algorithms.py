@@ -170,6 +170,14 @@ class ReferenceKLConfig(BaseConfig):
     kl_importance: bool = False
     """Weight the penalty in the loss by the token's importance ratio, so that stale samples do not bias it."""
 
+    @model_validator(mode="after")
+    def _check_reference_kl(self) -> Self:
+        if self.kl_importance and self.kl_coef == 0:
+            raise_faults(["kl_importance has no effect with kl_coef = 0: set it above 0"])
+        if self.kl_importance and self.kl_estimator == "k1":
+            raise_faults(["kl_importance has no effect with kl_estimator = 'k1', whose advantages the loss weights"])
+        return self
+
 
 class DefaultLossConfig(ReferenceKLConfig):
     """A clipped and masked policy gradient on importance ratios."""
@@ -325,5 +333,5 @@ class ReferenceConfig(BaseConfig):
     """The reference model of `trainer.loss.kl_coef` and of your own loss: the model that the run starts from."""
 
     source: Literal["auto", "adapter", "copy"] = "auto"
-    """Where its log-probabilities come from. `adapter`: the trained model without its LoRA adapters, which needs no
-    memory. `copy`: a second, frozen model in the trainer. `auto`: `adapter` if LoRA starts new, otherwise `copy`."""
+    """The model that computes its log-probabilities. `adapter`: the trained one without its LoRA adapters, which needs
+    no memory. `copy`: a second, frozen model in the trainer. `auto`: `adapter` if LoRA starts new, otherwise `copy`."""

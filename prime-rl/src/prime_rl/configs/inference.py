@@ -87,8 +87,8 @@ class ModelConfig(BaseModelConfig):
     """Chat template that replaces the model's own: Jinja text, the path of a file, or `chatml`."""
 
     language_model_only: bool = False
-    """Of a checkpoint with a vision tower, serve the language model alone: vLLM loads no tower and refuses images. The
-    embedded engine never loads one."""
+    """Serve only the language model of a checkpoint with a vision tower: vLLM then loads no tower and refuses images.
+    The embedded engine never loads one."""
 
     rope_scaling: dict[str, Any] | str | None = None
     """RoPE scaling, passed to vLLM. None takes the model's own."""

@@ -189,8 +189,8 @@ class ModelConfig(BaseModelConfig):
     """Train adapters. None trains all weights."""
 
     language_model_only: bool = False
-    """Of a checkpoint with a vision tower, export the language model alone, as its causal class. False exports the
-    whole checkpoint. Only the language model is trained either way."""
+    """Export only the language model of a checkpoint with a vision tower, as its causal class. False exports the whole
+    checkpoint. Only the language model is trained either way."""
 
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""

@@ -401,7 +401,7 @@ class TrainerConfig(RootConfig):
 
     @property
     def reference_source(self) -> Literal["adapter", "copy"] | None:
-        """Where the reference's log-probabilities come from. None: no loss needs them."""
+        """The model that computes the reference's log-probabilities; None if no loss needs them."""
         if self.reference is None and (self.loss.type == "custom" or self.loss.kl_coef == 0):
             return None
         source = "auto" if self.reference is None else self.reference.source

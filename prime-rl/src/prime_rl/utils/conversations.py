@@ -248,10 +248,16 @@ def listed(value: Any) -> Any:
         found = parsed(value)
     except ValueError:
         return value
-    is_chat = isinstance(found, list) and all(
-        isinstance(each, dict) and {"role", "from"} & each.keys() for each in found
+    return found if is_chat(found) else value
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, not of other objects."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in value)
     )
-    return found if is_chat else value
 
 
 def _turn(question: Any, *answers: Any) -> list[Message]:

@@ -266,6 +266,13 @@ def test_a_run_learns_and_continues_exactly(tiny_model_dir: Path, tmp_path: Path
     assert last["val/loss"] < first["val/loss"]
     assert last["val/rewards/margins"] > 0
     assert "val/perplexity" not in last
+    # A damaged file of the reference's log-probabilities is not read, nor computed again in silence.
+    RunPaths(tmp_path / "halves").reference("data").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        metrics_of("halves", max_steps=7, ckpt={"interval": 3, "resume_step": 6})
+    log = RunPaths(tmp_path / "halves").rank_log(0).read_text()
+    assert "reference/data.safetensors is damaged" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.slow

@@ -79,8 +79,8 @@ class SharedModelConfig(BaseConfig):
     """Hugging Face model id, or a directory."""
 
     language_model_only: bool | None = None
-    """Of a checkpoint with a vision tower, serve and export the language model alone. None leaves it to
-    `trainer.model` and `inference.model`."""
+    """Serve and export only the language model of a checkpoint with a vision tower. None leaves it to `trainer.model`
+    and `inference.model`."""
 
 
 class SharedWeightBroadcastConfig(BaseConfig):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from prime_rl.utils.conversations import is_missing, question_of
+from prime_rl.utils.conversations import question_of
 
 Row = Mapping[str, Any]
 BOXED = "Put the final answer in \\boxed{{}}."
@@ -51,8 +51,8 @@ class Format:
     reward: str = "exact_match"
     """Registered reward function that fits the answer. A row may choose another one."""
     reward_of: Callable[[Row], str] | None = None
-    system: Callable[[Row], str | None] | None = None
-    """Takes a system message from a row."""
+    is_of_sft: bool = False
+    """Whether rows are those of SFT, with its columns `system`, `tools` and `chat_template_kwargs`."""
     extra: Callable[[Row], Mapping[str, Any]] | None = None
     """Takes the values that the reward function needs besides the answer."""
     aliases: tuple[str, ...] = ()
@@ -146,12 +146,6 @@ def _any_question(row: Row) -> Any:
     return question_of(row) if named == "instruction" else column(*_QUESTIONS)(row)
 
 
-def _any_system(row: Row) -> str | None:
-    """The row's system message. As in SFT, one beside `completion` is not part of the conversation."""
-    text = row.get("system")
-    return None if is_missing(text) or "completion" in row else str(text)
-
-
 def _dummy(row: Row) -> str:
     return "What is 2 + 3?"
 
@@ -186,7 +180,7 @@ FORMATS: tuple[Format, ...] = (
            aliases=("torl",)),
     Format("math", column("problem", "question"), _math_answer, SOLVE, id_prefix="math_", reward="math"),
     Format("dummy", _dummy, lambda row: "5", id_column="row", id_prefix="dummy_", reward="math", makes_rows=True),
-    Format("jsonl", _any_question, column(*_ANSWERS), system=_any_system, aliases=("rows",)),
+    Format("jsonl", _any_question, column(*_ANSWERS), is_of_sft=True, aliases=("rows",)),
 )  # fmt: skip
 """A path is matched in this order, so longer names come before names that they contain."""
 

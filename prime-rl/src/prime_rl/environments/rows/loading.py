@@ -19,7 +19,7 @@ from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig, Scal
 from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass_rates
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
-from prime_rl.utils.conversations import RowFault, has_image, is_missing, listed, prompt_messages, tools_of
+from prime_rl.utils.conversations import RowFault, has_image, is_chat, is_missing, listed, prompt_messages, tools_of
 from prime_rl.utils.logger import count_of, get_logger
 
 Messages = list[dict[str, Any]]
@@ -147,18 +147,25 @@ def _problem(row: Row, number: int, config: RowsConfig, dataset: DatasetConfig, 
         MissingColumn: the row lacks a column, or a column holds something else.
     """
     question = listed((column(dataset.columns["prompt"]) if "prompt" in dataset.columns else of.question)(row))
-    if not is_missing(row.get("chat_template_kwargs")) and row["chat_template_kwargs"]:
-        raise MissingColumn(
-            "has chat_template_kwargs, which RL takes from the config: orchestrator.sampling.extra_body"
-        )
-    system = (of.system and of.system(row)) or dataset.system_prompt or config.system_prompt
+    of_row, tools = _system_and_tools(row) if of.is_of_sft else ("", ())
+    system = of_row or dataset.system_prompt or config.system_prompt
     prompt, said = _prompt(question, row, dataset.template or config.template or of.template, system)
     chosen = dataset.rewards if dataset.rewards is not None else config.rewards
     answer = _answer(row, dataset, of, said, is_needed=chosen is None)
     rewards = tuple(chosen or ()) or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
     extra = dict(of.extra(row)) if of.extra else {}
     id_ = _id(row, number, dataset, of, content_id(question, answer))
-    return Problem(id_, dataset.title, prompt, answer, rewards, extra, tools_of(row), row)
+    return Problem(id_, dataset.title, prompt, answer, rewards, extra, tools, row)
+
+
+def _system_and_tools(row: Row) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """The system message and the tools beside a row's conversation. `system` does not belong to a `completion`."""
+    if not is_missing(row.get("chat_template_kwargs")) and row["chat_template_kwargs"]:
+        raise MissingColumn(
+            "has chat_template_kwargs, which RL takes from the config: orchestrator.sampling.extra_body"
+        )
+    has_system = not is_missing(row.get("system")) and "completion" not in row
+    return str(row["system"]) if has_system else "", tools_of(row)
 
 
 def _id(row: Row, number: int, dataset: DatasetConfig, of: Format, content: str) -> str:
@@ -189,7 +196,7 @@ def _answer(row: Row, dataset: DatasetConfig, of: Format, said: str | None, is_n
         if "answer" in dataset.columns or (said is None and is_needed):
             raise
         return said or ""
-    if isinstance(chat := listed(value), list) and chat and all(isinstance(each, Mapping) for each in chat):
+    if is_chat(chat := listed(value)):
         return str(prompt_messages(chat)[-1]["content"])  # TRL's `completion` is a list of messages
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import verifiers as vf
 from datasets import Dataset
+from pydantic import ValidationError
 
 from prime_rl.environments.rewards.building import PooledRubric, Rewards, build, timeouts_of
 from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import Problem, load_problems
+from prime_rl.environments.rows.sources import RowsFault
 
 Function = Callable[..., Awaitable[float]]
 _NOT_PASSED_ON = frozenset(
@@ -63,16 +65,27 @@ def _info(problem: Problem) -> dict[str, Any]:
         **columns,
         **problem.extra,
         # verifiers' form of a tool. It requires description and parameters.
-        **({"tool_defs": [_tool(each) for each in problem.tools]} if problem.tools else {}),
+        **({"tool_defs": _tools(problem)} if problem.tools else {}),
         "prompt_id": problem.id,
         "dataset": problem.extra.get("dataset", problem.dataset),
         "reward_names": [reward.metric for reward in problem.rewards],
     }
 
 
-def _tool(schema: Mapping[str, Any]) -> dict[str, Any]:
-    function = schema.get("function", schema)
-    return {"description": "", "parameters": {}, **function}
+def _tools(problem: Problem) -> list[dict[str, Any]]:
+    """The tools of a row as verifiers has them, without the object `function` around each."""
+    tools = []
+    for schema in problem.tools:
+        function = schema["function"] if isinstance(schema.get("function"), Mapping) else schema
+        tool = {"description": "", "parameters": {}} | {k: v for k, v in function.items() if v is not None}
+        try:
+            vf.Tool.model_validate(tool)
+        except ValidationError as error:
+            (fault, *_) = error.errors()
+            place = ".".join(map(str, fault["loc"]))
+            raise RowsFault(f"{problem.dataset}: a tool of the prompt {problem.id}: {place}: {fault['msg']}") from error
+        tools.append(tool)
+    return tools
 
 
 def rubric_of(problems: Sequence[Problem]) -> vf.Rubric:

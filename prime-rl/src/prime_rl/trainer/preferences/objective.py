@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from prime_rl.configs.dpo import PreferenceLossConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.scoring import LogitsOf, score_tokens, target_logprobs
 from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs, rewards
+from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.rows import Sequences
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
@@ -26,6 +27,7 @@ from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.step import RowSums
 from prime_rl.trainer.sft.validation import evaluating, packed
 from prime_rl.transport.weights import to_device
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -125,13 +127,22 @@ def kept_reference(
     loaded: until then, `model` is the one that the run starts from.
 
     A resumed run reads the file, if it is for the same data: weights at `model.name` may have changed meanwhile.
+
+    Raises:
+        CheckpointError: the file is damaged, or cannot be written.
     """
     process, section = mesh.process, stream.config.section
     if is_resumed and file is not None and file.is_file():
-        with safe_open(file, "pt") as saved:
-            if (saved.metadata() or {}).get("fingerprint") == fingerprint:
-                logprobs: Tensor = saved.get_tensor("logprobs")
-                return logprobs
+        try:
+            with safe_open(file, "pt") as saved:
+                if (saved.metadata() or {}).get("fingerprint") == fingerprint:
+                    logprobs: Tensor = saved.get_tensor("logprobs")
+                    return logprobs
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{file} is damaged ({one_line(error)}): restore it, or remove it and the resumed run computes these "
+                "log-probabilities again with the weights at model.name"
+            ) from error
     own_beats().say(f"log-probabilities of {section} under the starting model")
     started_s = time.perf_counter()
     logprobs = reference_logprobs(model, stream, mesh)
@@ -141,6 +152,9 @@ def kept_reference(
             f"model, computed once in {time.perf_counter() - started_s:.1f}s"
         )
         if file is not None:
-            with replacing_file(file) as scratch:
-                save_file({"logprobs": logprobs}, scratch, {"fingerprint": fingerprint})
+            try:
+                with replacing_file(file) as scratch:
+                    save_file({"logprobs": logprobs}, scratch, {"fingerprint": fingerprint})
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be written: {one_line(error)}") from error
     return logprobs
