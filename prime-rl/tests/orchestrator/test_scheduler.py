@@ -129,6 +129,45 @@ async def test_a_token_target_counts_the_last_turn_of_each_rollout(tmp_path: Pat
     await scheduler.close()
 
 
+class Scorer:
+    """A teacher whose scores are never ready."""
+
+    def __init__(self) -> None:
+        self.begun: list[list[Rollout]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.began = asyncio.Event()
+
+    def begin(self, rollouts: list[Rollout]) -> asyncio.Task[Any]:
+        self.begun.append(rollouts)
+        self.tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        self.began.set()
+        return self.tasks[-1]
+
+
+async def test_a_teacher_scores_a_group_when_it_ends_and_no_group_that_is_not_used(
+    tmp_path: Path, pair, rollout
+) -> None:
+    environment, scorer = Environment(), Scorer()
+    scheduler = make_scheduler(tmp_path, environment, groups=2)
+    scheduler.teacher = scorer
+    scheduler.buffer.config = scheduler.buffer.config.model_copy(update={"online_difficulty_filtering": True})
+    collecting = asyncio.create_task(scheduler.collect(0, BatchTarget(rollouts=4), ARGS))
+    await environment.wait_for(2)
+    environment.running[0][1].set_result(pair)
+    await scorer.began.wait()
+    assert scorer.begun == [pair], "the other group runs still"
+    useless = [rollout(each.trace.calls[0], reward=1.0) for each in pair]
+    environment.running[1][1].set_result(useless)
+    await environment.wait_for(4)
+    assert [task.cancelling() > 0 for task in scorer.tasks] == [False, True]
+    environment.running[2][1].set_result(pair)
+    groups = await collecting
+    assert [group.scored_samples for group in groups] == [scorer.tasks[0], scorer.tasks[2]]
+    await scheduler.close()
+    for task in scorer.tasks:
+        task.cancel()
+
+
 class Counted(list):
     """A list that counts how often all of it is read."""
 

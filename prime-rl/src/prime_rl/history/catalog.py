@@ -146,7 +146,7 @@ ORCHESTRATOR = (
     Metric("time/step", "s", "the whole step"),
     Metric("time/generate_completions", "s", "waiting for the groups of the batch"),
     Metric("time/parallel_preprocess", "s", "filters, advantages and building the batch"),
-    Metric("time/teacher_logprobs", "s", "waiting for the teacher's log-probabilities of the batch"),
+    Metric("time/teacher_logprobs", "s", "waiting for the teacher's log-probabilities once the batch is full"),
     Metric("time/save_ckpt", "s", "saving the orchestrator's checkpoint"),
     Metric("time/wait_for_ckpt", "s", "waiting for the version that the batch requires"),
     Metric("time/update_weights", "s", "servers loading new weights"),

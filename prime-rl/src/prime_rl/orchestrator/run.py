@@ -153,7 +153,8 @@ async def _run(
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         async_limits = AsyncLimits(config.max_async_level, config.strict_async_level)
         policy = Policy(paths, pool, async_limits, config.trainer_timeout, progress.step)
-        scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config))
+        teacher = await ready_teacher(config, run, closing)
+        scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config), teacher)
         closing.push_async_callback(scheduler.close)
         scheduler.follow(pool)
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
@@ -174,7 +175,7 @@ async def _run(
             target=BatchTarget(config.batch_size, config.token_batch_size),
             max_steps=config.max_steps,
             length_limit=Room.of(config).limit,
-            teacher=await ready_teacher(config, run, closing),
+            teacher=teacher,
             evaluator=make_evaluator(config, environments, policy, pool, monitor, rollout_log),
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),

@@ -137,10 +137,10 @@ class Steps:
             return build_batch(groups)
 
     async def score(self, batch: Batch, step: int, teacher: Teacher) -> None:
-        """Add the teacher's log-probabilities to the samples that are trained on."""
+        """Wait for the teacher's scores of the batch, which it began when each group ended."""
         own_beats().say(f"step {step}: waiting for the teacher's log-probabilities")
         with self._timing("teacher_logprobs"):
-            await teacher.score(batch.trained)
+            await teacher.finish(batch)
 
     async def send(self, batch: Batch, progress: Progress) -> None:
         own_beats().say(f"step {progress.step}: sending the batch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +13,9 @@ import msgspec
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.judges import TEACHER_AT_ONCE
+from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
+from prime_rl.orchestrator.rollouts.rollout import Rollout, to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
@@ -40,6 +42,7 @@ class Teacher:
         self._pool = InferencePool(config.client, self.model)
         self._timeout_s = config.client.timeout
         self._channels: list[ChatChannel] = []
+        self._turns: Iterator[ChatChannel] = iter(())
         self._room = asyncio.Semaphore(TEACHER_AT_ONCE * len(self._pool.servers))
         self._decoder = msgspec.json.Decoder(_Reply)
 
@@ -58,7 +61,35 @@ class Teacher:
         self._channels = [
             ChatChannel(server.base_url, server.headers, self._timeout_s, MAX_RETRIES) for server in self._pool.servers
         ]
+        self._turns = itertools.cycle(self._channels)
         await asyncio.gather(*(self._logprobs(channel, [0, 0]) for channel in self._channels))
+
+    def begin(self, rollouts: Sequence[Rollout]) -> asyncio.Task[list[list[TrainingSample]]]:
+        """Start to score the samples of a group that has just ended. The task returns them by rollout."""
+
+        async def score() -> list[list[TrainingSample]]:
+            samples = [to_samples(rollout) for rollout in rollouts]
+            await self.score([each for of_rollout in samples for each in of_rollout if any(each.completion_mask)])
+            return samples
+
+        task = asyncio.create_task(score())
+        # `finish` raises its error. Of a group that no batch takes, nobody would read it, and asyncio would log it.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    async def finish(self, batch: Batch) -> None:
+        """Wait for the scores of the batch's groups, and give them to its samples.
+
+        Raises:
+            OrchestratorError: as in `score`.
+        """
+        of_rollouts = iter(batch.samples)
+        for group in batch.groups:
+            scored = await (group.scored_samples or self.begin(group.rollouts))
+            own = itertools.islice(of_rollouts, len(group.rollouts))
+            for (_, samples), with_scores in zip(own, scored, strict=True):
+                for sample, source in zip(samples, with_scores, strict=True):
+                    sample.teacher_logprobs = source.teacher_logprobs
 
     async def score(self, samples: Sequence[TrainingSample]) -> None:
         """Set `teacher_logprobs` of the samples: entry t is the teacher's log-probability of token t at temperature 1.
@@ -68,7 +99,7 @@ class Teacher:
         Raises:
             OrchestratorError: a server does not answer after its retries, or cannot score a sample.
         """
-        turns = zip(samples, itertools.cycle(self._channels), strict=False)
+        turns = zip(samples, self._turns, strict=False)
         try:
             async with asyncio.TaskGroup() as group:
                 for sample, channel in turns:

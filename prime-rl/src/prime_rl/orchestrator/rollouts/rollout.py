@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,8 @@ class Group:
     rollouts: list[Rollout]
     off_policy_level: int = 0
     """Weight updates that happened while the group was in flight."""
+    scored_samples: asyncio.Task[list[list[TrainingSample]]] | None = field(default=None, compare=False, repr=False)
+    """The samples of each rollout with the teacher's scores, which the teacher computes beside later rollouts."""
 
     @property
     def example(self) -> ExampleRef:

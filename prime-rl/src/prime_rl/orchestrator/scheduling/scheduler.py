@@ -19,9 +19,11 @@ from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.failures import reason_of
 from prime_rl.run.process import own_beats
+from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.logger import count_of, get_logger
 
 Task = asyncio.Task[list[Rollout]]
+ScoredSamples = asyncio.Task[list[list[TrainingSample]]]
 MAX_ATTEMPTS = 3
 """Number of times that an example is rolled out, including the first."""
 MIN_FAILURES_IN_A_ROW = 8
@@ -44,6 +46,12 @@ class ServerPool(Protocol):
     def least_loaded(self) -> InferenceServer | None: ...
 
     def missing(self) -> str: ...
+
+
+class SampleScorer(Protocol):
+    """The part of a teacher that the scheduler uses."""
+
+    def begin(self, rollouts: Sequence[Rollout]) -> ScoredSamples: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class InFlightGroup:
     """Number of weight updates since the group started."""
     has_started: bool = False
     """False while the group waits for `groups_per_minute`."""
+    scored_samples: ScoredSamples | None = None
+    """Set when the group ends, in a run with a teacher."""
 
 
 class Scheduler:
@@ -95,12 +105,14 @@ class Scheduler:
         pool: ServerPool,
         policy: Policy,
         limits: SchedulerLimits,
+        teacher: SampleScorer | None = None,
     ) -> None:
         self.environments = environments
         self.buffer = buffer
         self.pool = pool
         self.policy = policy
         self.limits = limits
+        self.teacher = teacher
         self.cancelled_groups = 0
         self._in_flight: dict[Task, InFlightGroup] = {}
         self._finished: dict[Task, None] = {}
@@ -301,9 +313,13 @@ class Scheduler:
         group.version, group.has_started = self.policy.version, True
         environment = self.environments[group.example.env]
         sampling_args = seeded_for_group(sampling_args, group.example)
-        return await environment.run_group(
+        rollouts = await environment.run_group(
             group.example, self.limits.group_size, group.server, sampling_args, group.version
         )
+        if self.teacher is not None:
+            # Beside the rollouts that still run: the batch waits only for what is left when it is full.
+            group.scored_samples = self.teacher.begin(rollouts)
+        return rollouts
 
     def _on_end(self, task: Task) -> None:
         if task in self._in_flight:
@@ -313,7 +329,7 @@ class Scheduler:
         self._changed.set()
 
     def _cancel(self, task: Task) -> None:
-        self._release(task)
+        _forget_scores(self._release(task))
         task.cancel()
 
     def _release(self, task: Task) -> InFlightGroup:
@@ -330,7 +346,7 @@ class Scheduler:
             self._handle_failure(in_flight, error)
             return None
         self._failures_in_a_row = 0
-        group = Group(task.result(), in_flight.off_policy_level)
+        group = Group(task.result(), in_flight.off_policy_level, in_flight.scored_samples)
         self.buffer.ledger.finished(in_flight.example.draw, group.mean_reward)
         return group
 
@@ -366,10 +382,16 @@ class Scheduler:
         if self.buffer.accepts(group):
             self._rejections_in_a_row = 0
             return True
+        _forget_scores(group)
         self._rejections_in_a_row += 1
         if self._rejections_in_a_row % (10 * self.limits.groups_in_flight) == 0:
             get_logger().warning(f"Step {step}: {self.buffer.rejections()}: {self.buffer.advice()}")
         return False
+
+
+def _forget_scores(group: InFlightGroup | Group) -> None:
+    if group.scored_samples is not None:
+        group.scored_samples.cancel()
 
 
 class RateLimit:
