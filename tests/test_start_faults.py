@@ -302,11 +302,11 @@ CASES = {
         'the embedded engine does not run layers of type heavily_compressed_attention: set backend = "vllm"',
         model_files({"model_type": "deepseek_v4", "layer_types": ["heavily_compressed_attention", "full_attention"]}),
     ),
-    "soft caps in the embedded engine": Case(
+    "differences of attentions in the embedded engine": Case(
         "rl",
         "--model.name {dir}/model --inference.backend embedded",
-        "the embedded engine does not run models of type 'gemma2' with these settings",
-        model_files({"model_type": "gemma2"}),
+        "the embedded engine does not run models of type 'diffllama' with these settings",
+        model_files({"model_type": "diffllama"}),
     ),
     "folder of a quantized model": Case(
         "rl",

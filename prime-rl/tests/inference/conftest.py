@@ -59,7 +59,11 @@ SMALL_MODELS = {
     "mistral_with_window": ("MistralConfig", {"sliding_window": 6}),
     "mistral_with_longer_window": ("MistralConfig", {"sliding_window": 20}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}),
-    "gemma2": ("Gemma2Config", {"head_dim": 8}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
+    "diffllama": ("DiffLlamaConfig", {}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }
 """Names of Transformers' config classes, and settings in addition to `SIZES`."""

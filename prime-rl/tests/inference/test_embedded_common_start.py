@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.attention import Scoring, SlotStep, attend
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart, Origin
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -50,7 +50,8 @@ def test_shared_prefix_attention_equals_attention_per_row(window) -> None:
     common = CommonStart.from_origins(origins, CPU)
     assert common is not None
     apart, together = (
-        attend(SlotStep(slots, positions, None, common_start=one), 0, new, 0.3, window) for one in (None, common)
+        attend(SlotStep(slots, positions, None, common_start=one), 0, new, Scoring(0.3, window))
+        for one in (None, common)
     )
     torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-5)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.attention import SCORES_AT_ONCE, PromptBatch, Scoring, SlotStep, attend
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -84,9 +84,9 @@ def test_weights_in_hub_naming_replace_the_live_ones(name, small_model) -> None:
         torch.testing.assert_close(tensor, expected[key], atol=0, rtol=0)
 
 
-def test_a_model_with_soft_caps_is_refused_before_it_serves(small_model) -> None:
-    with pytest.raises(EngineError, match="soft caps"):
-        runner_of(small_model("gemma2"))
+def test_a_model_with_another_attention_is_refused_before_it_serves(small_model) -> None:
+    with pytest.raises(EngineError, match="DiffLlamaForCausalLM has an attention that the embedded engine does not"):
+        runner_of(small_model("diffllama"))
 
 
 def test_more_requests_than_rows_wait_their_turn(qwen3_dir) -> None:
@@ -303,8 +303,29 @@ def test_bfloat16_rows_give_the_same_read_whole_or_in_part(shared: int) -> None:
         common = CommonStart([range(count)], shared, torch.device("cpu")) if shared else None
         step = SlotStep(slots, positions, None, common_start=common)
         assert step.decode_span(slots.layer(0, *new[1:])[0])[1] == (64 if width == 64 else 50)
-        results.append(attend(step, 0, (new[0], new[1], new[2]), 0.3, None).float())
+        results.append(attend(step, 0, (new[0], new[1], new[2]), Scoring(0.3)).float())
     torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_capped_scores_of_long_prompts_are_the_same_in_blocks(window: int | None) -> None:
+    """Together, the prompts have more scores than are held at once."""
+    lengths, heads = (1100, 1000, 900, 1050), 4
+    scoring = Scoring(0.5, window, cap=2.0, sinks_H=torch.tensor([1.0, -1.0, 3.0, 0.0]))
+    assert len(lengths) * heads * max(lengths) ** 2 > SCORES_AT_ONCE > heads * max(lengths) ** 2
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    prompts = [[torch.randn(length, each, 8, generator=generator) for each in (heads, 2, 2)] for length in lengths]
+
+    def attended(members: Sequence[int]) -> torch.Tensor:
+        slots = KVSlots(PLENTY_BYTES, device)
+        slots.reserve(len(members), max(lengths))
+        sizes = [lengths[index] for index in members]
+        batch = PromptBatch(range(len(members)), sizes, [0] * len(members), 0, device)
+        query, key, value = (torch.cat(parts) for parts in zip(*(prompts[index] for index in members), strict=True))
+        return attend(SlotStep(slots, [], batch), 0, (query, key, value), scoring)
+
+    together = attended(range(len(lengths)))
+    torch.testing.assert_close(together, torch.cat([attended([index]) for index in range(len(lengths))]))
 
 
 def unheld() -> GenerationRequest:

@@ -29,8 +29,8 @@ class ReadingRunner(ModelRunner):
         return super().forward(running, prompts, prompt_rows, num_cached, *rest, **options)
 
 
-# The last one has no fused forward pass and runs Transformers' own code.
-@pytest.fixture(scope="module", params=["qwen3", "mistral_with_longer_window", "llama_with_gelu"])
+# The last two have no fused forward pass and run Transformers' own code, gpt-oss with sinks and a window.
+@pytest.fixture(scope="module", params=["qwen3", "mistral_with_longer_window", "llama_with_gelu", "gpt_oss"])
 def directory(request: pytest.FixtureRequest, small_model: Callable[..., Path]) -> Path:
     return small_model(request.param)
 

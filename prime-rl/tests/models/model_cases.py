@@ -200,8 +200,10 @@ def save_tiny_model(case: Case, directory: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(case), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
+            elif name.endswith(("_proj.bias", ".sinks")):
+                parameter.normal_()
     model.save_pretrained(directory)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

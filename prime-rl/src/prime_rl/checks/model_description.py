@@ -85,13 +85,8 @@ _OWN_ATTENTION = frozenset(
     "xlstm".split()
 )
 """Families whose attention is in their own code, where the embedded engine cannot put its key-value cache."""
-_OTHER_ATTENTION = frozenset(
-    "diffllama gpt_oss granite_swa granitemoe_swa hrm_text kimi_linear mimo_v2_flash minimax recurrent_gemma "
-    "zamba zamba2".split()
-)
-"""Families with sinks, differences of attentions, or layers without keys and values that are not among the slots'."""
-_SOFT_CAPS = frozenset(("gemma2", "vaultgemma"))
-"""Families that cap their attention scores unless `attn_logit_softcapping` is null."""
+_OTHER_ATTENTION = frozenset("diffllama hrm_text kimi_linear minimax recurrent_gemma zamba zamba2".split())
+"""Families with differences of attentions, or layers without keys and values that are not among the slots'."""
 _HYBRIDS: Mapping[str, str] = {
     "falcon_h1": "hybrid",
     **dict.fromkeys(
@@ -222,10 +217,7 @@ class ModelDescription:
         )
         if least_step > 0:
             return f"models of type {family!r} with a least time step ({least_step:g})"
-        has_caps = family in _SOFT_CAPS and text.get("attn_logit_softcapping", True) is not None
-        mixes_windows = family == "qwen2_moe" and text.get("use_sliding_window")
-        changes = self._changes_with_length(max_model_len)
-        if family in _OWN_ATTENTION or family in _OTHER_ATTENTION or has_caps or mixes_windows or changes:
+        if family in _OWN_ATTENTION | _OTHER_ATTENTION or self._changes_with_length(max_model_len):
             return f"models of type {family!r} with these settings, which have an attention of their own"
         return None
 

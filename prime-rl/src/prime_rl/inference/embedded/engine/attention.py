@@ -8,6 +8,7 @@ Shapes: H query heads, K key-value heads, G = H / K, D head dim, L longest promp
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,39 @@ _COPY_COST = 3
 """Cost of a batched product of part of each row in bfloat16 on a CPU, relative to one of whole rows of that length:
 oneDNN copies the part first. Measured: 2.5 to 3.5."""
 
-_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
-"""Options of Transformers' attention functions that `attend` does not have: soft caps, sinks, biases."""
+SCORES_AT_ONCE = 1 << 24
+"""Most scores of prompts that are held at once, over all heads: 64 MB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer scores stored tokens, and turns scores into weights."""
+
+    scaling: float
+    window: int | None = None
+    """Sliding window in tokens, including the token itself; None attends to all."""
+    cap: float | None = None
+    """Scores s become `cap * tanh(s / cap)`, as in Gemma 2."""
+    sinks_H: Tensor | None = None
+    """A further score for each query head, of a token without a value, as in gpt-oss: it takes weight from others."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether PyTorch's fused attention computes it."""
+        return self.cap is None and self.sinks_H is None
+
+    def weights(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Weights of the stored tokens. `scores` [batch, K, G, L], or [batch, H, Q, L], are overwritten.
+
+        `mask` is added: 0 or minus infinity.
+        """
+        if self.cap is not None:
+            scores.div_(self.cap).tanh_().mul_(self.cap)
+        scores.add_(mask)
+        if self.sinks_H is None:
+            return scores.softmax(-1)
+        sinks = self.sinks_H.to(scores.dtype).view(1, scores.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 class PromptBatch:
@@ -67,12 +99,7 @@ class PromptBatch:
     def visible(self, window: int | None) -> Tensor:
         """Boolean mask [P, 1, width, total]: the stored tokens that each padded token attends to."""
         if window not in self._visible:
-            columns = torch.arange(self.total, device=self.positions.device)
-            last = self.positions[..., None]
-            visible = columns <= last
-            if window is not None:
-                visible &= columns > last - window
-            self._visible[window] = visible[:, None]
+            self._visible[window] = _visible(self.positions, self.total, window)[:, None]
         return self._visible[window]
 
     def band(self, window: int | None) -> Tensor | None:
@@ -84,6 +111,18 @@ class PromptBatch:
             distance = columns[:, None] - columns
             self._bands[window] = (distance >= 0) & (distance < window)
         return self._bands[window]
+
+
+def _visible(last: Tensor, length: int, window: int | None) -> Tensor:
+    """Boolean mask [..., length]: the stored tokens that tokens at the positions `last` attend to."""
+    columns = torch.arange(length, device=last.device)
+    visible = columns <= last[..., None]
+    return visible if window is None else visible & (columns > last[..., None] - window)
+
+
+def _hidden_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask: minus infinity for tokens that are not visible."""
+    return torch.full(visible.shape, -torch.inf, dtype=dtype, device=visible.device).masked_fill_(visible, 0.0)
 
 
 class SlotStep:
@@ -127,13 +166,8 @@ class SlotStep:
     def decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, 1, length] over each row's stored tokens, limited to the last `window` tokens."""
         if (window, length) not in self._masks:
-            columns = torch.arange(length, device=self.slots.device)
-            last = self.decode_positions[:, None]
-            visible = columns <= last
-            if window is not None:
-                visible &= columns > last - window
-            hidden = torch.full(visible.shape, -torch.inf, dtype=dtype, device=self.slots.device)
-            self._masks[window, length] = hidden.masked_fill_(visible, 0.0)[:, None, None]
+            visible = _visible(self.decode_positions, length, window)
+            self._masks[window, length] = _hidden_mask(visible, dtype)[:, None, None]
         return self._masks[window, length]
 
     def decode_span(self, stored: Tensor) -> tuple[CommonStart | None, int]:
@@ -146,15 +180,12 @@ class SlotStep:
         return self.common_start, self.decode_length
 
 
-def attend(
-    step: SlotStep, layer_index: int, new: tuple[Tensor, Tensor, Tensor], scaling: float, window: int | None
-) -> Tensor:
+def attend(step: SlotStep, layer_index: int, new: tuple[Tensor, Tensor, Tensor], scoring: Scoring) -> Tensor:
     """Store the new keys and values of a layer, and attend to all stored tokens.
 
     Args:
         new: query [N, H, D], key [N, K, D] and value [N, K, D], with rotary embeddings applied. The value may have
             another head dim than query and key.
-        window: sliding window in tokens, including the token itself; None attends to all.
 
     Returns:
         The attention output, [N, H * D].
@@ -162,10 +193,10 @@ def attend(
     stored = step.slots.layer(layer_index, *new[1:])
     parts = []
     if step.num_decode:
-        parts.append(_decode(step, stored, new, scaling, window))
+        parts.append(_decode(step, stored, new, scoring))
     if step.prompts is not None:
         read = _extend if step.prompts.has_cached else _prefill
-        parts.append(read(step.prompts, stored, new, scaling, window))
+        parts.append(read(step.prompts, stored, new, scoring))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -190,25 +221,27 @@ def slot_attention(
     `slot_step` is a keyword argument of the model's forward call, which Transformers passes through.
 
     Raises:
-        EngineError: the model uses soft caps, sinks or biases of scores, or does not pass `slot_step` through.
+        EngineError: the model adds biases to its scores, or does not pass `slot_step` through.
     """
     if slot_step is None:
         raise EngineError(f"{type(module).__name__} takes no further arguments, which the embedded engine needs")
-    if any(options.get(name) is not None for name in _CHANGES_SCORES):
-        raise EngineError(f"{type(module).__name__} has soft caps, sinks or biases, which are not supported")
+    if options.get("position_bias") is not None:
+        raise EngineError(f"{type(module).__name__} adds biases to its scores, which is not supported")
     new = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     scaling = options.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = attend(slot_step, module.layer_idx, new, scaling, options.get("sliding_window"))
+    scoring = Scoring(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        # Qwen2-MoE gives its windows to the mask alone, which is not built here.
+        window=options.get("sliding_window", getattr(module, "sliding_window", None)),
+        cap=options.get("softcap"),
+        sinks_H=options.get("s_aux"),
+    )
+    out = attend(slot_step, module.layer_idx, new, scoring)
     return out.view(1, len(out), query.shape[1], -1), None
 
 
 def _decode(
-    step: SlotStep,
-    stored: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor, Tensor],
-    scaling: float,
-    window: int | None,
+    step: SlotStep, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
     """Attend with one query per row. Uses plain matrix products, which are faster than the fused kernel on a CPU."""
     keys, values = stored
@@ -221,11 +254,11 @@ def _decode(
         slot.view(-1, size).index_copy_(0, targets, tokens[:batch].reshape(-1, size))
     common, length = step.decode_span(keys)
     start = common.length if common is not None else 0
-    grouped = (query[:batch] * scaling).view(batch, heads, -1, keys.shape[3])
+    grouped = (query[:batch] * scoring.scaling).view(batch, heads, -1, keys.shape[3])
     scores = grouped @ keys[:batch, :, start:length].transpose(2, 3)
     if common is not None:
         scores = torch.cat((common.scores(grouped, keys), scores), -1)
-    weights = scores.add_(step.decode_mask(window, length, scores.dtype)).softmax(-1)
+    weights = scoring.weights(scores, step.decode_mask(scoring.window, length, scores.dtype))
     mixed = weights[..., start:] @ values[:batch, :, start:length]
     if common is not None:
         mixed += common.mix(weights[..., :start], values)
@@ -233,26 +266,21 @@ def _decode(
 
 
 def _prefill(
-    prompts: PromptBatch,
-    stored: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor, Tensor],
-    scaling: float,
-    window: int | None,
+    prompts: PromptBatch, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
     """Causal attention within each prompt. Padding is stored past a prompt's end, masked, and overwritten later."""
     query, key, value = (tensor[prompts.token_index].transpose(1, 2) for tensor in new)
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[prompts.rows, :, : prompts.width] = fresh
-    attended = _attended(query, key, value, prompts.band(window), scaling)
+    if scoring.is_plain:
+        attended = _fused(query, key, value, prompts.band(scoring.window), scoring.scaling)
+    else:
+        attended = _in_blocks(query, key, value, prompts.positions, scoring)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
 def _extend(
-    prompts: PromptBatch,
-    stored: tuple[Tensor, Tensor],
-    new: tuple[Tensor, Tensor, Tensor],
-    scaling: float,
-    window: int | None,
+    prompts: PromptBatch, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor, Tensor], scoring: Scoring
 ) -> Tensor:
     """Prefill prompts whose first tokens are cached: store the new tokens after them and attend to the whole row."""
     query, key, value = (tensor[prompts.token_index] for tensor in new)
@@ -261,11 +289,15 @@ def _extend(
     for slot, fresh in zip(stored, (key, value), strict=True):
         slot[rows, :, positions] = fresh[prompts.places]
     keys, values = (slot[prompts.rows, :, : prompts.total] for slot in stored)
-    attended = _attended(query.transpose(1, 2), keys, values, prompts.visible(window), scaling)
+    query = query.transpose(1, 2)
+    if scoring.is_plain:
+        attended = _fused(query, keys, values, prompts.visible(scoring.window), scoring.scaling)
+    else:
+        attended = _in_blocks(query, keys, values, prompts.positions, scoring)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
-def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Attention [P, H, width, D] of [P, heads, tokens, D]; causal if there is no mask.
 
     On a GPU, the flash kernel takes fewer key-value heads than query heads, but neither a mask nor float32. Without it,
@@ -274,7 +306,7 @@ def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     """
     groups = query.shape[1] // keys.shape[1]
     if groups > 1 and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
-        keys, values = (each[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for each in (keys, values))
+        keys, values = _repeated(keys, groups), _repeated(values, groups)
     return scaled_dot_product_attention(
         query,
         keys,
@@ -284,6 +316,29 @@ def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
         scale=scaling,
         enable_gqa=query.shape[1] != keys.shape[1],
     )
+
+
+def _in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scoring: Scoring) -> Tensor:
+    """As `_fused`, for scores that PyTorch's kernels do not have: plain products, for a block of queries at a time.
+
+    `positions` [P, width] are those of the queries.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = _repeated(keys, groups), _repeated(values, groups)
+    prompts, heads, width, _ = query.shape
+    step = max(1, SCORES_AT_ONCE // (prompts * heads * keys.shape[2]))
+    parts = []
+    for start in range(0, width, step):
+        block = slice(start, start + step)
+        scores = (query[:, :, block] * scoring.scaling) @ keys.mT
+        visible = _visible(positions[:, block], keys.shape[2], scoring.window)[:, None]
+        parts.append(scoring.weights(scores, _hidden_mask(visible, scores.dtype)) @ values)
+    return torch.cat(parts, 2)
+
+
+def _repeated(states: Tensor, groups: int) -> Tensor:
+    """Key-value heads [P, K, tokens, D] once for each query head that reads them."""
+    return states if groups == 1 else states[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def register_slot_attention() -> None:

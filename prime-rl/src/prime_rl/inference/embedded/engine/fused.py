@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import PreTrainedModel
 
-from prime_rl.inference.embedded.engine.attention import SlotStep, attend
+from prime_rl.inference.embedded.engine.attention import Scoring, SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
 from prime_rl.utils.limits import usable_memory_bytes
 
@@ -228,7 +228,7 @@ class FusedDecoder:
             rotated = _rms_norm(rotated, layer.head_norm, layer.module.self_attn.q_norm.variance_epsilon)
         rotated = _rotate(rotated, *rotary)
         new = (rotated[:, :num_query], rotated[:, num_query:], heads[:, num_rotated:])
-        return attend(step, layer.index, new, layer.module.self_attn.scaling, layer.window)
+        return attend(step, layer.index, new, Scoring(layer.module.self_attn.scaling, layer.window))
 
 
 def _layer(index: int, module: Any, window_owner: Any, packs: bool) -> _Layer:
