@@ -1,9 +1,10 @@
-"""Writes what TRL computes for pairs: tokens, losses, gradients and metrics, for a test that compares ours.
+"""Writes TRL's tokens, losses, gradients and metrics of pairs and answers with labels, for a test that compares ours.
 
     pip install trl==1.16.0 transformers==5.19.0        # into an environment of its own
     python benchmarks/preferences/trl_losses.py prime-rl/tests/trainer/preferences/trl_losses.json
 
-The reference is an example's checkpoint; the policy is the same with every weight moved a little (`moved`).
+The reference is an example's checkpoint; the policy is the same with every weight moved a little (`moved`). For
+answers with labels, the policy is the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -30,6 +31,23 @@ ROWS = [
     {"prompt": "x:", "chosen": "x", "rejected": "a much longer answer that is worse"},
     {"prompt": "hello world:", "chosen": "dlrow olleh", "rejected": "dlrow"},
 ]
+LABELLED = [
+    {"prompt": "abc:", "completion": "cba", "label": True},
+    {"prompt": "a longer prompt:", "completion": "no", "label": False},
+    {"prompt": "x:", "completion": "a much longer answer that is worse", "label": False},
+    {"prompt": "hello world:", "completion": "dlrow olleh", "label": True},
+    {"prompt": "y:", "completion": "y", "label": True},
+]
+UNPAIRED: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "kto": ({"type": "kto", "beta": 0.3}, LABELLED),
+    "kto, weighted": (
+        {"type": "kto", "beta": 0.1, "desirable_weight": 0.9, "undesirable_weight": 1.7},
+        LABELLED,
+    ),
+    "kto of pairs": ({"type": "kto", "beta": 0.3, "undesirable_weight": 1.2}, ROWS),
+    "apo_zero_unpaired": ({"type": "apo_zero_unpaired", "beta": 0.3, "desirable_weight": 1.1}, LABELLED),
+}
+"""Keys of `[loss]`, and the rows, which are one batch: TRL takes its mismatched answers within a batch."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {"type": "sigmoid", "beta": 0.3},
     "hinge": {"type": "hinge", "beta": 0.05},
@@ -104,6 +122,21 @@ def of_dpo(loss: dict[str, Any], tokenizer: Any, directory: str) -> dict[str, An
     return {**found, "metrics": metrics, **({"tokens": tokens} if loss["type"] == "sigmoid" else {})}
 
 
+def of_kto(loss: dict[str, Any], rows: list[dict[str, Any]], tokenizer: Any, directory: str) -> dict[str, Any]:
+    keys = {key: value for key, value in loss.items() if key != "type"}
+    count = len(rows) * (1 if "label" in rows[0] else 2)
+    shared = {**common(directory), "per_device_train_batch_size": count}
+    config = KTOConfig(**shared, loss_type=loss["type"], **keys)
+    # The other way round, because the estimated KL of `moved` from the checkpoint is below 0 and counts as 0.
+    model, reference = loaded(), moved(loaded())
+    trainer = KTOTrainer(model, reference, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    batch = trainer.data_collator([trainer.train_dataset[at] for at in range(count)])
+    found = measured(model, lambda: trainer.compute_loss(model, batch))
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+    names = (*names, *(("kl",) if loss["type"] == "kto" else ()))
+    return {**found, "metrics": {name: trainer._metrics["eval"][name][-1] for name in names}}
+
+
 def of_cpo(loss: dict[str, Any], tokenizer: Any, directory: str) -> dict[str, Any]:
     config = CPOConfig(
         **common(directory),
@@ -158,7 +191,11 @@ def main() -> None:
             name: {"loss": loss, "trl": kinds.get(loss["type"], of_dpo)(loss, tokenizer, directory)}
             for name, loss in VARIANTS.items()
         }
-    found = {"trl": importlib.metadata.version("trl"), "rows": ROWS, "cases": cases}
+        unpaired = {
+            name: {"loss": loss, "rows": rows, "trl": of_kto(loss, rows, tokenizer, directory)}
+            for name, (loss, rows) in UNPAIRED.items()
+        }
+    found = {"trl": importlib.metadata.version("trl"), "rows": ROWS, "cases": cases, "unpaired": unpaired}
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir, looks_like_path
-from prime_rl.configs.sft import RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
+from prime_rl.configs.sft import HeldRows, RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
@@ -29,8 +29,8 @@ class Part:
     files: tuple[Path, ...] = ()
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
-    holds_pairs: bool = False
-    """Whether its rows are preferences."""
+    holds: HeldRows = "samples"
+    """What its rows are."""
 
     @property
     def key(self) -> str:
@@ -51,19 +51,18 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
         StartFault: there is nothing at the path, or it has no such split.
     """
     start = start or StartDir()
-    pairs = config.holds_pairs
     if config.sources is not None:
         sources = [
             Part(each.name, each.subset, each.split, _format_of(each, config), f"{config.section}.sources[{at}]")
             for at, each in enumerate(config.sources)
         ]
-        return [_found(replace(each, holds_pairs=pairs), start) for each in sources]
+        return [_found(replace(each, holds=config.holds), start) for each in sources]
     wanted: list[tuple[str | None, str]]
     if config.subsets is None:
         wanted = [(None, split) for split in config.splits or ["train"]]
     else:
         wanted = list(zip_longest(config.subsets, config.splits or [], fillvalue="train"))
-    parts = [Part(config.name, subset, split, config, config.section, holds_pairs=pairs) for subset, split in wanted]
+    parts = [Part(config.name, subset, split, config, config.section, holds=config.holds) for subset, split in wanted]
     return [_found(each, start) for each in parts]
 
 

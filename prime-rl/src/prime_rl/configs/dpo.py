@@ -10,18 +10,21 @@ from pydantic import Field, model_validator
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "cpo", "orpo"]
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "cpo", "orpo", "kto", "apo_zero_unpaired"]
+UNPAIRED: tuple[PreferenceLoss, ...] = ("kto", "apo_zero_unpaired")
+"""Losses of single answers, each with a label. Pairs are read as two answers."""
 WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("simpo", "cpo", "orpo")
 """Losses that compare the two answers alone, not with the starting model."""
 _SMOOTHED: tuple[PreferenceLoss, ...] = ("sigmoid", "robust", "simpo", "cpo")
 
 
 class PreferenceLossConfig(BaseConfig):
-    """The loss of a pair. Names are TRL's."""
+    """The loss of a pair, or of an answer with a label. Names are TRL's."""
 
     type: PreferenceLoss = "sigmoid"
     """`sigmoid` is DPO's own loss; `hinge` is SLiC's, `ipo` bounds the margin, `robust` expects flipped pairs. `simpo`,
-    `cpo` and `orpo` need no reference."""
+    `cpo` and `orpo` need no reference. `kto` and `apo_zero_unpaired` train on answers that are good or bad by
+    themselves (`label`), without pairs."""
 
     beta: float = Field(0.1, gt=0, le=1000)
     """Strength of the comparison: with a reference, a larger value keeps the model closer to it. SimPO's paper takes 2,
@@ -36,6 +39,17 @@ class PreferenceLossConfig(BaseConfig):
     rpo_alpha: float | None = Field(None, ge=0, le=1000)
     """Weight of an SFT term: the mean cross-entropy of the chosen answers' tokens. 0 has none. None takes 1 for `cpo`
     and `orpo`, which have the term in their papers, and 0 for the others."""
+
+    desirable_weight: float = Field(1.0, ge=0, le=1000)
+    """Weight of the good answers' losses, for `kto` and `apo_zero_unpaired`. KTO's authors advise weights with which
+    the good answers of the data count 1 to 4/3 times as much as the bad ones; `--preflight` tells such weights."""
+
+    undesirable_weight: float = Field(1.0, ge=0, le=1000)
+    """Weight of the bad answers' losses, for `kto` and `apo_zero_unpaired`."""
+
+    @property
+    def is_unpaired(self) -> bool:
+        return self.type in UNPAIRED
 
     @property
     def needs_reference(self) -> bool:
@@ -58,23 +72,35 @@ class PreferenceLossConfig(BaseConfig):
             yield f"label_smoothing ({self.label_smoothing:g}) needs type {', '.join(_SMOOTHED)} (got {self.type!r})"
         if "simpo_gamma" in self.model_fields_set and self.type != "simpo" and self.simpo_gamma != 0.5:
             yield f"simpo_gamma ({self.simpo_gamma:g}) needs type = 'simpo' (got {self.type!r})"
+        if not self.is_unpaired:
+            for key in ("desirable_weight", "undesirable_weight"):
+                if (value := getattr(self, key)) != 1:
+                    yield f"{key} ({value:g}) needs type {' or '.join(UNPAIRED)} (got {self.type!r})"
+        elif self.rpo_alpha:
+            yield f"rpo_alpha ({self.rpo_alpha:g}) needs pairs, and type = {self.type!r} has single answers"
+        elif self.desirable_weight == self.undesirable_weight == 0:
+            yield "desirable_weight and undesirable_weight are both 0: there is no loss"
 
 
 class DPOConfig(SFTConfig):
     """Preference training. Read by `dpo`. It has every key of `SFTConfig`, with the same meaning, and those below. An
-    answer, with its prompt, has at most `data.seq_len` tokens, and a packed row has room for two of that length."""
+    answer, with its prompt, has at most `data.seq_len` tokens, and a packed row of pairs has room for two of that
+    length."""
 
     component: ClassVar[str] = "dpo"
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
-    """The loss of a pair."""
+    """The loss of a pair, or of an answer with a label."""
 
     @model_validator(mode="after")
     def _check_preferences(self) -> Self:
         raise_faults(list(self._preference_faults()))
         for data in (self.data, *(() if self.val is None else (self.val.data,))):
             if isinstance(data, SFTDataConfig):
-                data.hold_pairs()
+                if self.loss.is_unpaired:
+                    data.hold_labels(mismatched=self.loss.type == "kto")
+                else:
+                    data.hold_pairs()
         return self
 
     def _preference_faults(self) -> Iterator[str]:
@@ -83,7 +109,7 @@ class DPOConfig(SFTConfig):
             yield "preferences need a dataset (data.type = 'sft')"
             return
         if data.pack_function == "cat":
-            yield "data.pack_function = 'cat' cuts samples, and a pair is compared as a whole: use best_fit or stack"
+            yield "data.pack_function = 'cat' cuts samples, and an answer is compared as a whole: use best_fit or stack"
         for section in (data, *(() if self.val is None else (self.val.data,))):
             if section.overlong == "split":
                 yield f"{section.section}.overlong = 'split' divides an answer: use truncate, drop or error"

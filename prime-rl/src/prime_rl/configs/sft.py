@@ -97,6 +97,9 @@ class ColumnsConfig(BaseConfig):
     completion: str | None = None
     """Column of the text that continues `prompt`."""
 
+    label: str | None = None
+    """Column that says whether the answer is good, in preferences without pairs."""
+
     instruction: str | None = None
     """Column of the instruction."""
 
@@ -190,6 +193,11 @@ def _known_or_not_set(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return NOT_SET if value is NOT_SET else check(value)
 
 
+HeldRows = Literal["samples", "pairs", "labels", "mismatched labels"]
+"""What the rows of a dataset are: SFT's; a chosen and a rejected answer; an answer with a label, good or bad; or that,
+and beside each answer another row's answer to the same prompt, from which KTO estimates its KL."""
+
+
 class BaseDataConfig(BaseConfig):
     """Batches and packing."""
 
@@ -209,9 +217,14 @@ class BaseDataConfig(BaseConfig):
     """Packed sequences that a rank computes at once."""
 
     @property
+    def holds(self) -> HeldRows:
+        """What each row is."""
+        return "samples"
+
+    @property
     def holds_pairs(self) -> bool:
         """Whether each row is a preference: a chosen and a rejected answer."""
-        return False
+        return self.holds == "pairs"
 
     @property
     def row_tokens(self) -> int:
@@ -332,15 +345,19 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
 
     _section: str = PrivateAttr("data")
     _split: Split | None = PrivateAttr(None)
-    _holds_pairs: bool = PrivateAttr(False)
+    _holds: HeldRows = PrivateAttr("samples")
 
     @property
-    def holds_pairs(self) -> bool:
-        return self._holds_pairs
+    def holds(self) -> HeldRows:
+        return self._holds
 
     def hold_pairs(self) -> None:
-        """Set `holds_pairs`. Call it only in validators."""
-        self._holds_pairs = True
+        """Set `holds`. Call it only in validators."""
+        self._holds = "pairs"
+
+    def hold_labels(self, *, mismatched: bool) -> None:
+        """Set `holds`. Call it only in validators."""
+        self._holds = "mismatched labels" if mismatched else "labels"
 
     @property
     def split(self) -> Split | None:

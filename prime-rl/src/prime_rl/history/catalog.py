@@ -42,12 +42,13 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo`, the loss of a pair"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo`, the loss of a pair or answer"),
     Metric("val/loss", "nats/token", "the same of the validation rows"),
     Metric("val/perplexity", "", "its exponential; not of `dpo`"),
-    Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs"),
+    Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs, or over its good and its bad answers"),
     Metric("{,val/}rewards/margins", "", "`dpo`: chosen minus rejected reward"),
     Metric("{,val/}rewards/accuracies", "0 to 1", "`dpo`: share of pairs whose chosen reward is higher"),
+    Metric("{,val/}kl", "nats", "`dpo` with KTO: its estimate of the KL from the reference, at least 0"),
     Metric("{,val/}logps/{chosen,rejected}", "nats", "`dpo`: log-probability of an answer, summed over its tokens"),
     Metric("time/val", "s", "a validation; does not count in `time/step`"),
     Metric("progress/epoch", "", "passes over the data that are complete"),

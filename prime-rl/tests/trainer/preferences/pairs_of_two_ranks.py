@@ -12,24 +12,28 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.preferences.objective import Preferences, reference_logprobs
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired, reference_logprobs
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.sft.data.samples import DatasetStream
+from prime_rl.trainer.sft.run import objective_of
 from prime_rl.trainer.sft.step import train_step
 from prime_rl.trainer.sft.validation import packed
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
-    """Train three steps on the same eight rows, however many processes there are: an adapter, then all weights."""
+    """Train three steps on the same eight rows, however many processes there are: an adapter, all weights, and an
+    adapter on the answers of the pairs, each with a label."""
     config = parse_argv_or_exit(DPOConfig)
     process = setup_world("cpu", timeout_s=3600)
     found = []
     for lora in (config.model.lora, None):
         model_config = config.model.model_copy(update={"lora": lora})
         found += three_steps(config, model_config, setup_mesh(model_config, process))
+    of_answers = DPOConfig.model_validate({**config.model_dump(), "loss": {"type": "kto"}})
+    found += three_steps(of_answers, config.model, setup_mesh(config.model, process))
     if process.is_main:
         (config.output_dir / f"{process.world_size}.json").write_text(json.dumps(found))
     destroy_world()
@@ -38,7 +42,8 @@ def main() -> None:
 def three_steps(config: DPOConfig, model_config: ModelConfig, mesh: Mesh) -> list[dict[str, float]]:
     tokenizer = AutoTokenizer.from_pretrained(model_config.name)
     model = setup_model(model_config, mesh)
-    objective = Preferences(config.loss)
+    objective = objective_of(config, config.data)
+    assert isinstance(objective, Preferences | Unpaired)
     objective.reference = reference_logprobs(model, DatasetStream(config.data, tokenizer, mesh.data_axis), mesh)
     whole = DatasetStream(config.data, tokenizer, DataAxis(0, 1))
     rows = packed([sample for made in whole.own_share() for sample in made.samples], config.data)[:8]

@@ -23,15 +23,16 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs
-from prime_rl.trainer.preferences.objective import Preferences, reference_logprobs
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired, reference_logprobs
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import Mesh
-from prime_rl.trainer.sft.data.packer import setup_rows
-from prime_rl.trainer.sft.data.pairs import sides_of
-from prime_rl.trainer.sft.data.samples import DatasetStream, SampleMaker
+from prime_rl.trainer.sft.data.examination import Examination, label_worries
+from prime_rl.trainer.sft.data.packer import PackedRow, setup_rows
+from prime_rl.trainer.sft.data.pairs import Labelled, labelled_of, sides_of
+from prime_rl.trainer.sft.data.samples import DatasetStream, SampleCounts, SampleMaker, as_bytes, from_bytes
 from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
-from prime_rl.trainer.sft.step import forward_backward, sizes_of
+from prime_rl.trainer.sft.step import Objective, forward_backward, sizes_of
 from prime_rl.trainer.sft.validation import packed
 from prime_rl.utils.conversations import RowFault
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
@@ -54,6 +55,12 @@ def pairs_of(file: Path, **keys: Any) -> SFTDataConfig:
     return data
 
 
+def labels_of(file: Path, loss: PreferenceLossConfig, **keys: Any) -> SFTDataConfig:
+    data = pairs_of(file, **keys)
+    data.hold_labels(mismatched=loss.type == "kto")
+    return data
+
+
 # Losses, gradients and metrics. benchmarks/preferences/trl_losses.py wrote those of TRL.
 
 
@@ -69,23 +76,35 @@ def test_every_variant_has_the_tokens_losses_gradients_and_metrics_of_trl(tmp_pa
     assert [each.token_ids.tolist() for each in ours] == [each["ids"] for each in theirs]
     assert [each.is_trained.tolist() for each in ours] == [each["is_trained"] for each in theirs]
 
-    model = setup_model(ModelConfig(name=str(CHECKPOINT), attn="sdpa"), mesh)
-    reference = reference_logprobs(model, stream, mesh)
+    model, policy = (setup_model(ModelConfig(name=str(CHECKPOINT), attn="sdpa"), mesh) for _ in range(2))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in policy.parameters():
             local = parameter.to_local()
             at = torch.arange(local.numel(), dtype=torch.float64)
             local += (0.02 * torch.sin(at)).to(local.dtype).view_as(local)
-    rows = packed(samples, data)
-    for name, case in TRL["cases"].items():
-        objective = Preferences(PreferenceLossConfig(**case["loss"]), reference)
-        found = forward_backward(model, rows, objective, sizes_of(rows, objective), mesh)
-        gradients = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
+
+    def check(name: str, case: Any, trained: Any, objective: Objective, rows: list[PackedRow]) -> None:
+        objective.prepare(trained, rows, mesh)
+        found = forward_backward(trained, rows, objective, sizes_of(rows, objective), mesh)
+        gradients = {key: parameter.grad.full_tensor() for key, parameter in trained.named_parameters()}
         norms = {key: float(gradients[key].double().norm()) for key in case["trl"]["gradient_norms"]}
-        model.zero_grad()
+        trained.zero_grad()
         expected = {"loss": case["trl"]["loss"], **case["trl"]["metrics"]}
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5), name
         assert norms == pytest.approx(case["trl"]["gradient_norms"], rel=1e-4), name
+
+    reference = reference_logprobs(model, stream, mesh)
+    for name, case in TRL["cases"].items():
+        check(name, case, policy, Preferences(PreferenceLossConfig(**case["loss"]), reference), packed(samples, data))
+    # Answers with labels: TRL's policy is the checkpoint there, and the KL is above 0.
+    for name, case in TRL["unpaired"].items():
+        loss = PreferenceLossConfig(**case["loss"])
+        of_labels = labels_of(written(tmp_path / "labels.jsonl", case["rows"]), loss)
+        stream = DatasetStream(of_labels, tokenizer, mesh.data_axis)
+        answers = [sample for made in stream.own_share() for sample in made.samples]
+        objective = Unpaired(loss, of_labels, reference_logprobs(policy, stream, mesh))
+        check(name, case, model, objective, packed(answers, of_labels))
+        assert loss.type != "kto" or case["trl"]["metrics"]["kl"] > 0.1
 
 
 def pair(chosen: float, rejected: float, lengths: tuple[int, int] = (2, 4), ref: tuple[float, float] = (0, 0)) -> Any:
@@ -163,6 +182,83 @@ def test_texts_share_a_prompt_that_ends_before_a_blank() -> None:
     assert dict(messages) == {"prompt": ASKED, "response": "ask"}
 
 
+LABELLED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], bool]]]] = {
+    "text": (
+        {"prompt": "a", "completion": " b", "label": True},
+        [({"prompt": "a", "completion": " b"}, True)],
+    ),
+    "messages": (
+        {"prompt": ASKED, "completion": BAD, "label": 0},
+        [({"prompt": ASKED, "completion": BAD}, False)],
+    ),
+    "messages in one column, from a CSV": (
+        {"messages": json.dumps(ASKED + GOOD), "label": "True", "tools": None},
+        [({"prompt": ASKED, "completion": GOOD, "tools": None}, True)],
+    ),
+    "a question and messages": (
+        {"prompt": "dose?", "completion": GOOD, "label": 1.0},
+        [({"prompt": ASKED, "completion": GOOD}, True)],
+    ),
+    "messages and a text": (
+        {"prompt": ASKED, "completion": "ask", "label": "false"},
+        [({"prompt": ASKED, "response": "ask"}, False)],
+    ),
+    "a pair": (
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        [({"prompt": ASKED, "completion": GOOD}, True), ({"prompt": ASKED, "completion": BAD}, False)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "expected"), LABELLED.values(), ids=LABELLED)
+def test_an_answer_with_a_label_is_a_row_of_sft(
+    row: dict[str, Any], expected: list[tuple[dict[str, Any], bool]]
+) -> None:
+    assert [(dict(side), label) for side, label in labelled_of(row)] == expected
+
+
+def test_a_mismatched_answer_comes_from_another_prompt(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    # Three answers to one question are neighbours; the file ends with another question.
+    rows = [{"prompt": "a:", "completion": each, "label": True} for each in ("b", "cc", "ddd")]
+    file = written(tmp_path / "rows.jsonl", [*rows, {"prompt": "xy:", "completion": "zzzz", "label": False}])
+    data = labels_of(file, PreferenceLossConfig(type="kto"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    stream = DatasetStream(data, tokenizer, mesh.data_axis)
+    answers = [sample for made in stream.own_share() for sample in made.samples]
+    texts = []
+    for answer in answers:
+        assert isinstance(answer, Labelled)
+        assert answer.mismatched is not None
+        texts.append(tokenizer.decode(answer.mismatched.token_ids, skip_special_tokens=True))
+    assert texts == ["a:zzzz", "a:zzzz", "a:zzzz", "xy:ddd"]
+    assert [answer.key for answer in answers if isinstance(answer, Labelled)] == [0, 2, 4, 6]
+    assert as_bytes(from_bytes(as_bytes(answers))) == as_bytes(answers)
+    one = written(tmp_path / "one.jsonl", rows[:1])
+    alone = DatasetStream(labels_of(one, PreferenceLossConfig(type="kto")), tokenizer, mesh.data_axis)
+    with pytest.raises(DataError, match=r"one.jsonl:1: found no other row"):
+        next(alone)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "weights", "advice"),
+    [
+        (50, 50, {}, None),
+        (57, 43, {}, None),  # within 4:3
+        (100, 50, {"desirable_weight": 0.5}, None),
+        (50, 100, {"desirable_weight": 2.5}, None),
+        (100, 50, {}, "set desirable_weight to 0.50 up to 0.67, or undesirable_weight to 1.50 up to 2.00"),
+        (20, 80, {}, "set desirable_weight to 4.00 up to 5.33, or undesirable_weight to 0.19 up to 0.25"),
+        (0, 80, {}, "all 80 answers are bad"),
+    ],
+)
+def test_weights_that_do_not_balance_the_labels_are_told(
+    good: int, bad: int, weights: dict[str, float], advice: str | None
+) -> None:
+    found = Examination(good + bad, SampleCounts(seen=good + bad), desirable=good)
+    lines = list(label_worries(found, PreferenceLossConfig(type="kto", **weights)))
+    assert lines == [] if advice is None else advice in lines[0]
+
+
 FAULTS = {
     "`rejected` is missing": {"prompt": "a", "chosen": "b"},
     "`chosen` is empty": {"prompt": "a", "chosen": " ", "rejected": "c"},
@@ -209,7 +305,9 @@ def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Pa
         (["--loss.beta=0"], "loss.beta"),
         (["--loss.type=sigmod"], "did you mean 'sigmoid'?"),
         (["--loss.type=hinge", "--loss.label-smoothing=0.1"], "label_smoothing (0.1) needs type"),
-        (["--data.pack-function=cat"], "a pair is compared as a whole"),
+        (["--loss.type=kto", "--loss.rpo-alpha=1"], "needs pairs"),
+        (["--loss.desirable-weight=2"], "desirable_weight (2) needs type kto"),
+        (["--data.pack-function=cat"], "an answer is compared as a whole"),
         (["--data.overlong=split"], "data.overlong = 'split' divides an answer"),
         (["--data.streaming"], "needs the starting model's log-probabilities"),
     ],
@@ -229,15 +327,21 @@ def made_up(count: int) -> Rows:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
-def test_a_run_learns_and_continues_exactly(tiny_model_dir: Path, tmp_path: Path, is_lora: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_lora", "loss"),
+    [(False, {"rpo_alpha": 0.1}), (True, {"rpo_alpha": 0.1}), (True, {"type": "kto"})],
+    ids=["full", "lora", "kto"],
+)
+def test_a_run_learns_and_continues_exactly(
+    tiny_model_dir: Path, tmp_path: Path, is_lora: bool, loss: dict[str, Any]
+) -> None:
     base: dict[str, Any] = {
         "device": "cpu",
         "model": {"name": str(tiny_model_dir), "attn": "sdpa", **({"lora": {"rank": 4}} if is_lora else {})},
         "data": {"name": str(written(tmp_path / "rows.jsonl", made_up(48))), "batch_size": 2, "seq_len": 64},
         "val": {"size": 8, "interval": 6, "on_start": True},
         "optim": {"lr": 2e-2 if is_lora else 2e-3},
-        "loss": {"rpo_alpha": 0.1},
+        "loss": loss,
     }
 
     def metrics_of(name: str, **keys: Any) -> Rows:
@@ -295,6 +399,6 @@ def test_two_processes_train_like_one_with_all_weights_and_with_an_adapter(
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads((tmp_path / f"{processes}.json").read_text()))
-    assert len(found[0]) == 6
+    assert len(found[0]) == 9
     for alone, together in zip(*found, strict=True):
         assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Losses of preferences, as functions of the log-probabilities of P pairs.
+"""Losses of preferences, as functions of the log-probabilities of P pairs, or of N answers with labels.
 
 With the policy's log-probabilities of the chosen and the rejected answer w and l, those of the reference, and the
 lengths of both in tokens, the margin is
@@ -100,6 +100,17 @@ LOSSES: Mapping[str, Callable[[PairLogprobs, PreferenceLossConfig], Tensor]] = {
     each.__name__: each for each in (sigmoid, hinge, ipo, robust, simpo, cpo, orpo)
 }
 """By `loss.type`."""
+
+
+def kto(ratios_N: Tensor, is_desirable_N: Tensor, kl: Tensor, config: PreferenceLossConfig) -> Tensor:
+    """KTO (Ethayarajh et al. 2024, Model Alignment as Prospect Theoretic Optimization), of r = log pi(y) - log ref(y):
+
+    1 - sigma(beta*(r - kl)) of a good answer and 1 - sigma(beta*(kl - r)) of a bad one, weighted. With a `kl` of 0 it
+    is the unpaired form of APO-zero (D'Oosterlinck et al. 2024).
+    """
+    sign = torch.where(is_desirable_N, 1.0, -1.0)
+    weight = torch.where(is_desirable_N, config.desirable_weight, config.undesirable_weight)
+    return weight * torch.sigmoid(-config.beta * sign * (ratios_N - kl))
 
 
 def rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:

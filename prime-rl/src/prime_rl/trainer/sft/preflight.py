@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.checks import refuse_unstartable
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.run.process import end_with_launch
@@ -26,6 +27,7 @@ from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import (
     Examination,
     examine,
+    label_worries,
     made_rows,
     packed_whole,
     repeats,
@@ -131,7 +133,11 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
-    return _verdict(title, found, data, console, list(repeats(found, data)) if data is config.data else [])
+    of_training: list[str] = []
+    if data is config.data:
+        loss = config.loss if isinstance(config, DPOConfig) and config.loss.is_unpaired else None
+        of_training = [*(() if loss is None else label_worries(found, loss)), *repeats(found, data)]
+    return _verdict(title, found, data, console, of_training)
 
 
 def _counted(rows: Iterable[Made], what: str, row_count: int, say: Callable[[str], None]) -> Iterator[Made]:
@@ -177,6 +183,8 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     add("rows inspected", basis)
     if config.split is not None and config.split.is_validation:
         add(f"rows held out by {config.split}", f"{found.row_count:,}")
+    if config.holds not in ("samples", "pairs"):
+        add("good answers", f"{found.desirable:,} of {found.samples:,} ({found.desirable / max(found.samples, 1):.1%})")
     add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
     add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")
     add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")

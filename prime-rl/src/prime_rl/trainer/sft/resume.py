@@ -94,8 +94,8 @@ def fingerprint_of(
     settings = dict(_flat(config.model_dump(mode="json", exclude=_NO_INFLUENCE | unread)))
     if isinstance(config, SFTDataConfig) and config.split is not None:
         settings["held_out"] = str(config.split)
-    if isinstance(config, SFTDataConfig) and config.holds_pairs:
-        settings["rows"] = "pairs"
+    if config.holds != "samples":
+        settings["rows"] = config.holds
     return DataFingerprint(
         contents=contents,
         tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),

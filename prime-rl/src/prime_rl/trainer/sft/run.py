@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prime_rl.configs.dpo import DPOConfig
-from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
+from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
 from prime_rl.run.checkpoints import changes_since, configs_to_save
@@ -26,7 +26,7 @@ from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
-from prime_rl.trainer.preferences.objective import Preferences, kept_reference
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired, kept_reference
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
@@ -140,11 +140,13 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     if checkpoints is not None and fingerprint is not None and resume_step is not None:
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
         check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
-    objective, of_validation = objective_of(config), objective_of(config)
+    objective = objective_of(config, data)
+    of_validation = None if config.val is None else objective_of(config, config.val.data)
     rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
-    end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data)
+    loss = config.loss if isinstance(config, DPOConfig) else None
+    end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
     validation = None
-    if config.val is not None:
+    if config.val is not None and of_validation is not None:
         if config.validates_on_training_rows and process.is_main:
             get_logger().warning(TRAINED_VALIDATION)
         of_val = config.val.data.model_copy(update={"template_date": today})
@@ -164,7 +166,11 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         (objective, rows.stream),
         (of_validation, None if validation is None else DatasetStream(validation.config, tokenizer, data_axis)),
     ):
-        if isinstance(each, Preferences) and each.config.needs_reference and isinstance(stream, DatasetStream):
+        if (
+            isinstance(each, Preferences | Unpaired)
+            and each.config.needs_reference
+            and isinstance(stream, DatasetStream)
+        ):
             file = paths.reference(stream.config.section) if checkpoints is not None else None
             made_for = "" if file is None else str(fingerprint_of(stream.config, tokenizer).as_dict())
             is_resumed = resume_step is not None
@@ -182,9 +188,12 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
 
 
-def objective_of(config: SFTConfig) -> Objective:
-    """What the command of a config minimises."""
-    return Preferences(config.loss) if isinstance(config, DPOConfig) else CrossEntropy()
+def objective_of(config: SFTConfig, data: DataConfig) -> Objective:
+    """What the command of a config minimises, on some data."""
+    if not isinstance(config, DPOConfig):
+        return CrossEntropy()
+    assert isinstance(data, SFTDataConfig), "checked by the config"
+    return Unpaired(config.loss, data) if config.loss.is_unpaired else Preferences(config.loss)
 
 
 def stop_at(model: PreTrainedModel, end_ids: set[int], tokenizer: PreTrainedTokenizerBase) -> None:

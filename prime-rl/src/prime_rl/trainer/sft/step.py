@@ -35,6 +35,8 @@ class RowSums:
     """One sum for each of the objective's `weights`, with its gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Sums without gradient, by the metric's name. Their means are over the first of `sizes`."""
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the row adds to other metrics, which are the sums over all rows of all data ranks."""
 
 
 class Objective(Protocol):
@@ -51,6 +53,10 @@ class Objective(Protocol):
     def sizes(self, row: PackedRow) -> Sequence[int]:
         """How much the row adds to the divisor of each mean."""
 
+    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
+        """Find what the loss of each row needs to know of all rows, before the first call of `sums`. A collective call:
+        `rows` are this data rank's."""
+
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         """Run the row forward. Each rank calls it as often, because sharded weights are gathered together."""
 
@@ -62,6 +68,9 @@ class CrossEntropy:
 
     def sizes(self, row: PackedRow) -> Sequence[int]:
         return (int(row.is_trained.sum()),)
+
+    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
+        """A row's loss is its own."""
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         return RowSums((row_loss_sum(model, row, device),))
@@ -78,6 +87,7 @@ def train_step(
     started_s = time.perf_counter()
     own_counts = [sum(row.tokens for row in rows), sum(row.samples for row in rows), *sizes_of(rows, objective)]
     tokens, samples, *sizes = map(int, mesh.data_axis.sum(own_counts, mesh.process.device))
+    objective.prepare(state.policy.model, rows, mesh)
     own_means = forward_backward(state.policy.model, rows, objective, sizes, mesh)
     # Every rank has the same names in the same order.
     loss, *values = mesh.data_axis.sum(list(own_means.values()), mesh.process.device)
@@ -132,15 +142,15 @@ def means(rows: Iterable[RowSums], objective: Objective, sizes: Sequence[int]) -
     for sums in rows:
         detached = [loss.detach() for loss in sums.losses]
         losses = [a + b for a, b in zip(losses, detached, strict=True)] if losses else detached
-        metrics = {name: metrics[name] + value if metrics else value for name, value in sums.metrics.items()}
+        values = {**{name: value / max(sizes[0], 1) for name, value in sums.metrics.items()}, **sums.shares}
+        metrics = {name: metrics[name] + value if metrics else value for name, value in values.items()}
     # Read once, at the end: a GPU would wait at each.
-    values = torch.stack([*losses, *metrics.values()]).tolist()
+    found = torch.stack([*losses, *metrics.values()]).tolist()
     divided = [
         weight * value / max(size, 1)
-        for weight, value, size in zip(objective.weights, values[: len(losses)], sizes, strict=True)
+        for weight, value, size in zip(objective.weights, found[: len(losses)], sizes, strict=True)
     ]
-    of_metrics = (value / max(sizes[0], 1) for value in values[len(losses) :])
-    return {"loss": sum(divided), **dict(zip(metrics, of_metrics, strict=True))}
+    return {"loss": sum(divided), **dict(zip(metrics, found[len(losses) :], strict=True))}
 
 
 def has_finite_weights(model: nn.Module, process: Process) -> bool:

@@ -41,6 +41,7 @@ class Validation:
         self.device = mesh.process.device
         self.objective = objective
         self.data_axis = mesh.data_axis
+        self._mesh = mesh
         samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main)
         rows = packed(samples, config)
         self._sizes = sizes_of(rows, objective)
@@ -57,6 +58,7 @@ class Validation:
     def run(self, model: PreTrainedModel) -> ValStats:
         """Compute the loss of `model` without changing it or any random state. A collective call."""
         started_s = time.perf_counter()
+        self.objective.prepare(model, self._own_rows, self._mesh)
         with evaluating(model):
             own = means((self._sums(model, row) for row in self._own_rows), self.objective, self._sizes)
         loss, *values = self.data_axis.sum(list(own.values()), self.device)
@@ -67,7 +69,8 @@ class Validation:
         own_beats().tick()
         sums = self.objective.sums(model, row, self.device)
         # In float64, as there may be many rows.
-        return RowSums([each.double() for each in sums.losses], {k: v.double() for k, v in sums.metrics.items()})
+        metrics, shares = ({k: v.double() for k, v in each.items()} for each in (sums.metrics, sums.shares))
+        return RowSums([each.double() for each in sums.losses], metrics, shares)
 
 
 @contextmanager
@@ -97,11 +100,11 @@ def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tell
     return [sample for each in made for sample in each.samples]
 
 
-def packed(samples: Sequence[Sample], config: SFTDataConfig) -> list[PackedRow]:
-    """The rows of `best_fit` that hold some samples."""
+def packed(samples: Sequence[Sample], config: SFTDataConfig, row_tokens: int | None = None) -> list[PackedRow]:
+    """The rows of `best_fit` that hold some samples. They have `config.row_tokens` unless other rows are wanted."""
     if not samples:
         return []
-    row_tokens = config.row_tokens
+    row_tokens = row_tokens or config.row_tokens
     bins = best_fit_decreasing(np.array([sample.inputs for sample in samples]), row_tokens)
     members: list[list[Sample]] = [[] for _ in range(int(bins.max()) + 1)]
     for sample, at in zip(samples, bins.tolist(), strict=True):

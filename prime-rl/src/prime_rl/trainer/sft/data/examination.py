@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from prime_rl.configs.dpo import PreferenceLossConfig
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
-from prime_rl.trainer.sft.data.pairs import Pair
+from prime_rl.trainer.sft.data.pairs import Labelled, Pair
 from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Made, Sample, SampleCounts
 from prime_rl.trainer.sft.data.sources import Entries, Entry
 from prime_rl.utils.logger import count_of, get_logger
@@ -47,6 +48,8 @@ class Examination:
     targets: int = 0
     longer_chosen: int = 0
     """Number of pairs whose chosen answer is the longer one."""
+    desirable: int = 0
+    """Number of answers whose label is true."""
     without_end: int = 0
     """Number of samples whose trained part has no end token."""
     unmarked_calls: int = 0
@@ -111,6 +114,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.unmarked_calls += made.sample.unmarked_calls
             if isinstance(made.sample, Pair):
                 found.longer_chosen += made.sample.chosen.targets > made.sample.rejected.targets
+            found.desirable += sum(isinstance(each, Labelled) and each.is_desirable for each in made.samples)
             if made.end_id is not None:
                 found.end_ids.add(made.end_id)
             fingerprint = hash(tuple(each.token_ids.tobytes() for each in made.sample.sequences))
@@ -224,6 +228,27 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f'{config.section}.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
+def label_worries(found: Examination, loss: PreferenceLossConfig) -> Iterator[str]:
+    """One line if the weights of good and bad answers do not fit their numbers.
+
+    KTO's paper (section 4.2) wants desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3.
+    """
+    good, bad = found.desirable, found.samples - found.desirable
+    if good == 0 or bad == 0:
+        kind, other = ("bad", "prefer") if good == 0 else ("good", "avoid")
+        yield f"all {found.samples} answers are {kind}: no answer shows what the model should {other}"
+        return
+    product = loss.desirable_weight * good, loss.undesirable_weight * bad
+    if not 0.99 <= product[0] / max(product[1], 1e-9) <= 4 / 3 + 0.01:
+        desirable, undesirable = product[1] / good, product[0] / bad
+        yield (
+            f"{good} answers are good and {bad} bad, which with loss.desirable_weight = {loss.desirable_weight:g} and "
+            f"loss.undesirable_weight = {loss.undesirable_weight:g} does not balance: set desirable_weight to "
+            f"{desirable:.2f} up to {desirable * 4 / 3:.2f}, or undesirable_weight to {undesirable * 3 / 4:.2f} up to "
+            f"{undesirable:.2f}"
+        )
+
+
 def repeats(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     """One line if a step reads the training data more than once."""
     if not found.row_count or not found.packed_rows or (steps := steps_per_epoch(found, config)) >= 1:
@@ -233,7 +258,13 @@ def repeats(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     yield f"a batch of {count_of('row', config.batch_size)} reads the {rows} of this data {times} times"
 
 
-def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, process: Process, show: bool) -> set[int]:
+def check_first_rows(
+    rows: PackedRows,
+    tokenizer: PreTrainedTokenizerBase,
+    process: Process,
+    show: bool,
+    loss: PreferenceLossConfig | None = None,
+) -> set[int]:
     """Inspect the first rows before training: warn about likely mistakes, and log the first sample if `show` is set.
 
     Every process inspects the same rows and comes to the same result. Returns the special tokens that samples end with.
@@ -252,7 +283,8 @@ def check_first_rows(rows: PackedRows, tokenizer: PreTrainedTokenizerBase, proce
         raise DataError(fault)
     if not process.is_main:
         return found.end_ids
-    for line in (*worries(found, stream.config), *repeats(found, stream.config)):
+    of_labels = label_worries(found, loss) if loss is not None and loss.is_unpaired else ()
+    for line in (*worries(found, stream.config), *of_labels, *repeats(found, stream.config)):
         get_logger().warning(f"First rows of the data: {line}")
     if show:
         first = found.shown[0]

@@ -12,7 +12,7 @@ from typing import Any
 from prime_rl.checks.data_files import Part
 from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.pairs import EXPECTED_PAIR, SIDES
+from prime_rl.trainer.sft.data.pairs import EXPECTED_LABEL, EXPECTED_PAIR, LABELLED_FORMATS, SIDES
 from prime_rl.utils.conversations import EXPECTED, FORMATS, WITH_EVERY_FORMAT, NamedRow, Row, RowFault, decoded
 
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *SIDES)
@@ -44,9 +44,14 @@ def check_columns(part: Part, row: Row) -> None:
             advice = f"; did you mean {near[0]!r}?" if near else ""
             raise DataError(f"{part}: no column {theirs!r} for columns.{ours}; {found}{advice}")
     columns = {**dict.fromkeys(row), **config.columns.of_rows} if not config.columns.of_rows else config.columns.of_rows
-    formats, expected = ((SIDES,), EXPECTED_PAIR) if part.holds_pairs else (FORMATS, EXPECTED)
+    formats, expected = {
+        "samples": (FORMATS, EXPECTED),
+        "pairs": ((SIDES,), EXPECTED_PAIR),
+    }.get(part.holds, (LABELLED_FORMATS, EXPECTED_LABEL))
     if not any(all(name in columns for name in kind) for kind in formats):
-        raise DataError(f"{part}: {found}; expected {expected}. Name other columns in {part.section}.columns")
+        is_labelled = part.holds == "pairs" and "label" in columns
+        advice = "; for answers with a label set loss.type = 'kto'" if is_labelled else ""
+        raise DataError(f"{part}: {found}; expected {expected}. Name other columns in {part.section}.columns{advice}")
 
 
 def _renamed_messages(name: str, value: Any, config: RowFormatConfig) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
-from prime_rl.trainer.sft.data.pairs import Pair
+from prime_rl.trainer.sft.data.pairs import Labelled, Pair
 from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
 from prime_rl.trainer.sft.data.samples import (
     DatasetStream,
@@ -89,8 +89,18 @@ class PackedRow:
     """Number of samples in the row. The last one may be cut."""
     padding: int = 0
     """Number of padding tokens. Padding forms its own sequences, which are not trained."""
-    pairs: tuple[Pair, ...] = ()
-    """The samples, if they are pairs: chosen and rejected sequence of the first, then of the second."""
+    members: tuple[Sample, ...] = ()
+    """The samples. The row holds the sequences of the first, then those of the second."""
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The samples, if they are pairs: chosen and rejected sequence of the first, then of the second."""
+        return tuple(each for each in self.members if isinstance(each, Pair))
+
+    @property
+    def labelled(self) -> tuple[Labelled, ...]:
+        """The samples, if they are answers with labels."""
+        return tuple(each for each in self.members if isinstance(each, Labelled))
 
     @property
     def tokens(self) -> int:
@@ -114,7 +124,7 @@ def lay_out(samples: Sequence[Sample], row_tokens: int, seq_len: int) -> PackedR
         position_ids=joined((np.arange(each.inputs) for each in sequences), np.arange(padding) % seq_len),
         samples=len(samples),
         padding=padding,
-        pairs=tuple(each for each in samples if isinstance(each, Pair)),
+        members=tuple(samples),
     )
 
 

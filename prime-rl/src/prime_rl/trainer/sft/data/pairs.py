@@ -1,6 +1,7 @@
-"""Reads rows of preferences: a chosen and a rejected answer to one prompt.
+"""Reads rows of preferences: a chosen and a rejected answer to one prompt, or one answer that is good or bad.
 
     {"prompt": "Is it safe?", "chosen": " Ask a doctor.", "rejected": " Always."}
+    {"prompt": "Is it safe?", "completion": " Always.", "label": false}
 
 Text or messages, with the prompt in a column of its own or in front of both answers, as TRL, UltraFeedback and HH-RLHF
 write them. Each answer becomes a row of SFT, so both are tokenized and masked as SFT's rows are.
@@ -13,11 +14,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.utils.conversations import NamedRow, Row, RowFault, column_name, is_missing, listed
 
 SIDES = ("chosen", "rejected")
 EXPECTED_PAIR = "`chosen` and `rejected`, with or without `prompt`"
+LABELLED_FORMATS = (("prompt", "completion", "label"), ("prompt", "response", "label"), ("messages", "label"), SIDES)
+EXPECTED_LABEL = "`prompt`, `completion` and `label`, `messages` and `label`, or `chosen` and `rejected`"
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
@@ -48,6 +54,91 @@ class Pair:
 
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An answer that is good or bad. Only `sequence` is packed."""
+
+    sequence: TokenizedSample
+    is_desirable: bool
+    key: int = -1
+    """Where its log-probabilities under the reference are found: 2 * the row's index, and one more for the rejected
+    answer of a row of pairs."""
+    mismatched: TokenizedSample | None = None
+    """The prompt with another row's answer. None if the loss needs no KL."""
+
+    @property
+    def sequences(self) -> tuple[TokenizedSample, ...]:
+        return (self.sequence,)
+
+    @property
+    def inputs(self) -> int:
+        return self.sequence.inputs
+
+    @property
+    def targets(self) -> int:
+        return self.sequence.targets
+
+    @property
+    def unmarked_calls(self) -> bool:
+        return self.sequence.unmarked_calls
+
+    def __len__(self) -> int:
+        return len(self.sequence) + (0 if self.mismatched is None else len(self.mismatched))
+
+
+def with_answer_of(sequence: TokenizedSample, other: TokenizedSample) -> TokenizedSample:
+    """The prompt of one sequence with the answer of another. A prompt ends before the first trained token."""
+    end, begin = (_prompt_end(each) for each in (sequence, other))
+    return TokenizedSample(
+        np.concatenate([sequence.token_ids[:end], other.token_ids[begin:]]),
+        np.concatenate([sequence.is_trained[:end], other.is_trained[begin:]]),
+    )
+
+
+def have_equal_prompts(one: TokenizedSample, other: TokenizedSample) -> bool:
+    return np.array_equal(one.token_ids[: _prompt_end(one)], other.token_ids[: _prompt_end(other)])
+
+
+def _prompt_end(sequence: TokenizedSample) -> int:
+    return int(np.argmax(sequence.is_trained))
+
+
+def labelled_of(row: Row) -> list[tuple[Row, bool]]:
+    """The answers of a row, each as a row of SFT of which only the answer is trained, and whether it is good.
+
+    A pair is two answers.
+
+    Raises:
+        RowFault: the label or an answer is missing.
+    """
+    if is_missing(row.get("label")) and all(not is_missing(row.get(name)) for name in SIDES):
+        chosen, rejected = sides_of(row)
+        return [(chosen, True), (rejected, False)]
+    label = row.get("label")
+    known = label if isinstance(label, bool) else _LABELS.get(str(label).strip().lower().removesuffix(".0"))
+    if known is None:
+        given = "is missing" if is_missing(label) else f"must be true or false, got {label!r}"
+        raise RowFault(f"`{column_name(row, 'label')}` {given}")
+    answer = {name: value for name, value in row.items() if name != "label"}
+    theirs = row.theirs if isinstance(row, NamedRow) else {}
+    messages = listed(answer["messages"]) if not is_missing(answer.get("messages")) else None
+    if isinstance(messages, list) and len(messages) > 1:
+        # The last message is the answer that the label is about.
+        answer = {**answer, "prompt": messages[:-1], "completion": messages[-1:]}
+        del answer["messages"]
+        theirs = {**theirs, "completion": column_name(row, "messages")}
+    elif (prompt := listed(answer.get("prompt"))) is not None:
+        answer["prompt"] = prompt
+        kind = "completion" if not is_missing(answer.get("completion")) else "response"
+        answer[kind] = _answer(row, kind)
+        if isinstance(answer[kind], list) and isinstance(prompt, str):
+            answer["prompt"] = [{"role": "user", "content": prompt}]
+        elif isinstance(answer[kind], str) and isinstance(prompt, list):
+            answer["response"] = answer.pop(kind)
+            theirs = {**theirs, "response": column_name(row, kind)}
+    return [(NamedRow(answer, theirs), known)]
 
 
 def sides_of(row: Row) -> tuple[Row, Row]:
@@ -112,4 +203,15 @@ def _turns(text: str) -> list[dict[str, str]]:
     return messages
 
 
-__all__ = ["EXPECTED_PAIR", "SIDES", "Pair", "sides_of"]
+__all__ = [
+    "EXPECTED_LABEL",
+    "EXPECTED_PAIR",
+    "LABELLED_FORMATS",
+    "SIDES",
+    "Labelled",
+    "Pair",
+    "have_equal_prompts",
+    "labelled_of",
+    "sides_of",
+    "with_answer_of",
+]

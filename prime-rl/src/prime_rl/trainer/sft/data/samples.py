@@ -19,7 +19,7 @@ from prime_rl.trainer.sft.data.conversation import (
     UnmaskableSample,
     special_ids,
 )
-from prime_rl.trainer.sft.data.pairs import Pair, sides_of
+from prime_rl.trainer.sft.data.pairs import Labelled, Pair, have_equal_prompts, labelled_of, sides_of, with_answer_of
 from prime_rl.trainer.sft.data.places import Place, Places
 from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.utils.conversations import Row, RowFault
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from prime_rl.trainer.process.mesh import DataAxis
 
-Sample = TokenizedSample | Pair
+Sample = TokenizedSample | Pair | Labelled
 """What packing keeps together: one sequence, or two that are compared."""
 _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
@@ -109,10 +109,10 @@ class Made:
     """The token that ends the text, if it is a special one."""
     fault: str = ""
     """What is wrong with a bad row."""
-    more: tuple[TokenizedSample, ...] = ()
-    """Further samples of a row that was split."""
+    more: tuple[Sample, ...] = ()
+    """Further samples: of a row that was split, or the rejected answer of a pair that is read as two answers."""
     of_sides: tuple[int, ...] = ()
-    """Length of each sequence of a pair, before it was cut."""
+    """Length of each sequence of a row, before it was cut."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -188,22 +188,51 @@ class SampleMaker:
             return Made(None, "untrainable", inputs, of_sides=of_sides)
         ends = [self._end_id(each) for each in sequences]
         has_end = all(each.is_cut or end is not None for each, end in zip(sequences, ends, strict=True))
-        sample: Sample = cut[0]
+        if len(cut) == 2 and np.array_equal(cut[0].token_ids, cut[1].token_ids):
+            return self._equal_pair(entry, is_cut=is_overlong)
+        key = -1 if entry.key is None else entry.key
+        samples: Sequence[Sample] = cut
         if self.config.holds_pairs:
-            sample = Pair(cut[0], cut[1], -1 if entry.key is None else entry.key)
-            if np.array_equal(cut[0].token_ids, cut[1].token_ids):
-                return self._equal_pair(entry, is_cut=is_overlong)
-        return Made(sample, "truncated" if is_overlong else "seen", inputs, has_end, ends[0], of_sides=of_sides)
+            samples = [Pair(cut[0], cut[1], key)]
+        elif self.config.holds != "samples":
+            labels = [label for _, label in labelled_of(row)]
+            samples = [
+                Labelled(sequence, label, 2 * key + side, self._mismatched(entry, sequence, side))
+                for side, (sequence, label) in enumerate(zip(cut, labels, strict=True))
+            ]
+        kind = "truncated" if is_overlong else "seen"
+        return Made(samples[0], kind, inputs, has_end, ends[0], more=tuple(samples[1:]), of_sides=of_sides)
 
     def _sequences(self, row: Row) -> tuple[TokenizedSample, ...]:
         """The sequences that a row makes: one, or in preferences one for each answer."""
-        if not self.config.holds_pairs:
+        if self.config.holds == "samples":
             return (self._tokenize(row),)
         try:
-            sides = sides_of(row)
+            sides = sides_of(row) if self.config.holds_pairs else [side for side, _ in labelled_of(row)]
         except RowFault as fault:
             raise BadRow(str(fault)) from fault
         return tuple(self._tokenize(side) for side in sides)
+
+    def _mismatched(self, entry: Entry, sequence: TokenizedSample, side: int) -> TokenizedSample | None:
+        """A row's prompt with the answer of another row, if the loss needs it: the row before it, unless that has the
+        same prompt, as several answers to one question have."""
+        if self.config.holds != "mismatched labels":
+            return None
+        other = None
+        for row in entry.others():
+            try:
+                with time_limit(self.max_row_s):
+                    others = self._sequences(row)
+            except (DataError, UnmaskableSample, RecursionError, OutOfTime):
+                continue  # told where the row itself is read
+            if not all(each.targets for each in others):
+                continue
+            other = others[min(side, len(others) - 1)]
+            if not have_equal_prompts(sequence, other):
+                break
+        if other is None:
+            raise DataError(f"{entry.where}: found no other row: loss.type = 'kto' estimates its KL from their answers")
+        return with_answer_of(sequence, other).first(self.config.seq_len)
 
     def _equal_pair(self, entry: Entry, *, is_cut: bool) -> Made:
         fault = "chosen and rejected have the same tokens"
@@ -229,19 +258,26 @@ class SampleMaker:
 
 def as_bytes(samples: Sequence[Sample]) -> list[Any]:
     """Convert samples to bytes: checkpoints are loaded without running code, which excludes NumPy arrays."""
-    return [
-        (each.key, as_bytes(each.sequences))
-        if isinstance(each, Pair)
-        else (each.token_ids.astype(np.int32).tobytes(), each.is_trained.tobytes())
-        for each in samples
-    ]
+    return [_as_bytes(each) for each in samples]
+
+
+def _as_bytes(sample: Sample) -> tuple[Any, ...]:
+    if isinstance(sample, Pair):
+        return sample.key, as_bytes(sample.sequences)
+    if isinstance(sample, Labelled):
+        mismatched = () if sample.mismatched is None else (sample.mismatched,)
+        return sample.key, as_bytes([sample.sequence, *mismatched]), sample.is_desirable
+    return sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()
 
 
 def from_bytes(saved: Sequence[Any]) -> list[Any]:
     """The samples that `as_bytes` converted."""
     samples: list[Any] = []
-    for first, second in saved:
-        if isinstance(first, int):
+    for first, second, *label in saved:
+        if label:
+            sequence, *mismatched = from_bytes(second)
+            samples.append(Labelled(sequence, label[0], first, *mismatched))
+        elif isinstance(first, int):
             chosen, rejected = from_bytes(second)
             samples.append(Pair(chosen, rejected, first))
         else:

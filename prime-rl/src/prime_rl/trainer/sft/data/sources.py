@@ -24,7 +24,7 @@ from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig, Split
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import check_columns, renamed
-from prime_rl.trainer.sft.data.pairs import SIDES, sides_of
+from prime_rl.trainer.sft.data.pairs import SIDES, labelled_of
 from prime_rl.utils.conversations import PlainText, RowFault, read_row
 from prime_rl.utils.errors import RowFileError, StartFault
 from prime_rl.utils.logger import count_of
@@ -45,6 +45,8 @@ def find_parts(config: SFTDataConfig) -> list[Part]:
 
 _INTERLEAVE_SEED = 0
 _DRAWS_AT_ONCE = 1000
+_OTHERS = 16
+"""Rows at random that are tried for one with another prompt."""
 
 
 def load_rows(config: SFTDataConfig) -> RowList:
@@ -261,7 +263,8 @@ def prompt_of(row: Row) -> str:
     Blanks do not count. A row that cannot be read is identified by its content.
     """
     try:
-        content = read_row(sides_of(row)[0] if all(name in row for name in SIDES) else row)
+        is_preference = all(name in row for name in SIDES) or isinstance(row.get("label"), bool)
+        content = read_row(labelled_of(row)[0][0] if is_preference else row)
     except RowFault:
         return json.dumps(row, sort_keys=True, default=str)
     if isinstance(content, PlainText):
@@ -386,6 +389,8 @@ class Entry:
     """File and line, or dataset and row, for messages."""
     key: int | None = None
     """Identifies the row in every epoch. None if rows are streamed."""
+    others: Callable[[], Iterator[Row]] = lambda: iter(())
+    """Other rows, in an order that is the same in every epoch: the one before it in the data, then some at random."""
 
 
 class Entries(Protocol):
@@ -419,7 +424,12 @@ class LoadedEntries:
         def read() -> Row:
             return self.rows[index]
 
-        return Entry(read, self.rows.where(index), index)
+        def others() -> Iterator[Row]:
+            count = self.row_count
+            drawn = np.random.default_rng(index).integers(0, count, size=_OTHERS).tolist()
+            yield from (self.rows[each] for each in ((index - 1) % count, *drawn) if each != index)
+
+        return Entry(read, self.rows.where(index), index, others)
 
     def epoch_of(self, position: int) -> int:
         return position // self.row_count
