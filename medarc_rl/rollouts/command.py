@@ -23,9 +23,11 @@ from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
+    from medarc_rl.rollouts.export import Export
     from prime_rl.history.rollouts import KeptRollout, KeptRollouts, RolloutFilter
     from prime_rl.run.paths import RunPaths
 
+_EXPORTS = "--to-sft, --to-pairs and --to-kto"
 SHOWN = 5
 """Rollouts to show, if nothing says how many."""
 
@@ -33,7 +35,10 @@ SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class RolloutsOptions:
     runs: Annotated[
-        list[Path], Argument(metavar="RUN", help="Directory of a run or an evaluation; --to-sft takes several.")
+        list[Path],
+        Argument(
+            metavar="RUN", help="Directory of a run or an evaluation; --to-sft, --to-pairs and --to-kto take several."
+        ),
     ]
     step: Annotated[
         str | None, Option(metavar="N|last|all", help="Training step, from 0 as in the metrics; by default, the last.")
@@ -62,7 +67,38 @@ class RolloutsOptions:
             help="Write a dataset for `medarc_train sft`: rollouts of all steps with at least --min-reward, once each.",
         ),
     ] = None
-    per_prompt: Annotated[int | None, Option(min=1, help="--to-sft: at most N rollouts of a prompt, the best.")] = None
+    to_pairs: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Write a dataset for `medarc_train dpo`: the best against the worst rollout of each prompt of a step.",
+        ),
+    ] = None
+    to_kto: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Write a dataset for `medarc_train dpo` with loss.type = 'kto': rollouts with at least --min-reward "
+            "are good, others bad (or only those with at most --max-reward).",
+        ),
+    ] = None
+    margin: Annotated[
+        float | None, Option(min=0, help="--to-pairs: minimum difference of the rewards. By default, any.")
+    ] = None
+    per_prompt: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="--to-sft: at most N rollouts of a prompt, the best. --to-pairs: at most N pairs of a prompt, those "
+            "with the largest differences. --to-kto: at most N good and N bad rollouts of a prompt.",
+        ),
+    ] = None
+
+    @property
+    def exports(self) -> dict[str, Path]:
+        """The files to write, by option."""
+        files = {"--to-sft": self.to_sft, "--to-pairs": self.to_pairs, "--to-kto": self.to_kto}
+        return {option: file for option, file in files.items() if file is not None}
 
     @property
     def run(self) -> Path:
@@ -78,12 +114,17 @@ def rollouts(options: RolloutsOptions) -> int:
     # Imported here so that the other commands do not load it.
     from prime_rl.history.rollouts import KeptRollouts
 
-    if options.to_sft is not None:
-        return _to_sft(options, options.to_sft)
-    if options.per_prompt is not None:
-        raise UsageError("--per-prompt works only with --to-sft")
+    numbers = {"--min-reward": options.min_reward, "--max-reward": options.max_reward, "--margin": options.margin}
+    for name, value in numbers.items():
+        if value is not None and math.isnan(value):
+            raise UsageError(f"{name} is not a number")
+    if options.exports:
+        return _export(options)
+    for name, value in (("--per-prompt", options.per_prompt), ("--margin", options.margin)):
+        if value is not None:
+            raise UsageError(f"{name} works only with {'--to-pairs' if name == '--margin' else _EXPORTS}")
     if len(options.runs) > 1:
-        raise UsageError("give one RUN; only --to-sft takes several")
+        raise UsageError(f"give one RUN; only {_EXPORTS} take several")
     kept = KeptRollouts(_paths(options.run))
     wanted = _filter(options)
     count = Counted(_rollouts(kept, options, wanted))
@@ -101,21 +142,23 @@ def rollouts(options: RolloutsOptions) -> int:
     return 0
 
 
-def _to_sft(options: RolloutsOptions, file: Path) -> int:
-    """Write good rollouts of several runs as a dataset."""
-    from medarc_rl.rollouts.screen import Export, write_rows
+def _export(options: RolloutsOptions) -> int:
+    """Write rollouts of several runs as a dataset."""
+    from medarc_rl.rollouts.export import reasons, write_rows
     from prime_rl.history.rollouts import KeptRollouts
     from prime_rl.launch.job import command_prefix
 
-    if options.min_reward is None:
-        raise UsageError("--to-sft needs --min-reward: the minimum reward of the rollouts to train on")
+    if len(options.exports) > 1:
+        raise UsageError(f"give only one of {', '.join(options.exports)}")
+    ((option, file),) = options.exports.items()
+    wanted, export = _exported(option, options)
     useless = {"--json": options.json, "--full": options.full, "--errors": options.errors}
     useless |= {"--truncated": options.truncated} | dict.fromkeys(_numbers(options), True)
+    useless |= {"--margin": options.margin is not None and option != "--to-pairs"}
     if given := [name for name, value in useless.items() if value]:
-        raise UsageError(f"--to-sft excludes {', '.join(given)}")
+        raise UsageError(f"{option} excludes {', '.join(given)}")
     if file.exists():
-        raise UsageError(f"--to-sft {file}: this file already exists; give another one, or delete it")
-    wanted, export = _filter(options), Export(options.per_prompt)
+        raise UsageError(f"{option} {file}: this file already exists; give another one, or delete it")
     looked_at = 0
     for run in options.runs:
         kept = KeptRollouts(_paths(run))
@@ -127,16 +170,51 @@ def _to_sft(options: RolloutsOptions, file: Path) -> int:
         for fault in kept.faults:
             warn(one_line(fault))
     rows = export.rows()
-    for reason in export.reasons():
+    for reason in reasons(export.left_out):
         say(reason)
     if not rows:
         hint = "" if looked_at else "; for rollouts of evaluations, add --eval"
-        raise UsageError(f"of {looked_at}, none has a reward of at least {options.min_reward:g}{hint}")
+        raise UsageError(f"of {looked_at}, {_nothing_exported(option, options)}{hint}")
     write_rows(rows, file)
     train, name = f"{command_prefix(os.environ)}medarc_train", shlex.quote(str(file))
     prompts = count_of("prompt", len({row["prompt_id"] for row in rows}))
-    say(f"{count_of('row', len(rows))} of {prompts} in {file}: `{train} sft CONFIG --data.name {name}`")
+    command = {"--to-sft": "sft CONFIG", "--to-pairs": "dpo CONFIG", "--to-kto": "dpo CONFIG --loss.type kto"}[option]
+    good = sum(row.get("label") is True for row in rows)
+    labels = f" ({good} good, {len(rows) - good} bad)" if option == "--to-kto" else ""
+    what = count_of("pair" if option == "--to-pairs" else "row", len(rows))
+    say(f"{what} of {prompts}{labels} in {file}: `{train} {command} --data.name {name}`")
     return 0
+
+
+def _exported(option: str, options: RolloutsOptions) -> tuple[RolloutFilter, Export]:
+    """Which rollouts to read, and what to make of them."""
+    from medarc_rl.rollouts.export import KTOExport, PairsExport, SFTExport
+
+    low, high, most = options.min_reward, options.max_reward, options.per_prompt
+    if option == "--to-sft":
+        if low is None:
+            raise UsageError("--to-sft needs --min-reward: the minimum reward of the rollouts to train on")
+        return _filter(options), SFTExport(most)
+    # The limits are those of good and of bad rollouts, not of all.
+    of_all = _filter(replace(options, min_reward=None, max_reward=None))
+    if option == "--to-pairs":
+        return of_all, PairsExport(options.margin or 0.0, low, high, most)
+    if low is None:
+        raise UsageError("--to-kto needs --min-reward: the minimum reward of good rollouts")
+    if high is not None and high >= low:
+        raise UsageError(f"--to-kto needs a --max-reward below --min-reward {low:g}: bad rollouts have at most that")
+    return of_all, KTOExport(low, high, most)
+
+
+def _nothing_exported(option: str, options: RolloutsOptions) -> str:
+    if option == "--to-pairs":
+        limits = [f"differ by at least {options.margin:g}" if options.margin else "differ"]
+        limits += [f"reach {options.min_reward:g}"] if options.min_reward is not None else []
+        limits += [f"fall to {options.max_reward:g}"] if options.max_reward is not None else []
+        return f"no rollouts of one prompt and step have rewards that {' and '.join(limits)}"
+    if option == "--to-kto":
+        return "none is good or bad"
+    return f"none has a reward of at least {options.min_reward:g}"
 
 
 class Counted:
@@ -170,9 +248,6 @@ def _filter(options: RolloutsOptions) -> RolloutFilter:
     if options.step is not None and options.eval is not None:
         raise UsageError("give only one of --step and --eval")
     low, high = options.min_reward, options.max_reward
-    for name, value in (("--min-reward", low), ("--max-reward", high)):
-        if value is not None and math.isnan(value):
-            raise UsageError(f"{name} is not a number")
     if low is not None and high is not None and low > high:
         raise UsageError(f"--min-reward {low:g} is above --max-reward {high:g}")
     return RolloutFilter(

@@ -1,4 +1,4 @@
-"""`medarc_train rollouts RUN --to-sft FILE`: kept rollouts as a dataset for SFT."""
+"""`medarc_train rollouts RUN --to-sft FILE`, `--to-pairs` and `--to-kto`: kept rollouts as a dataset."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def export(file: Path, *words: object) -> Result:
-    return CliRunner().invoke(app, ["rollouts", *map(str, words), "--to-sft", str(file)])
+def export(file: Path, *words: object, to: str = "--to-sft") -> Result:
+    return CliRunner().invoke(app, ["rollouts", *map(str, words), to, str(file)])
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -159,8 +159,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(run: Path, tmp_path: Path, wor
 
 def test_several_runs_and_a_number_per_prompt_are_for_the_export(run: Path) -> None:
     for words, fault in (
-        ([run, run], "give one RUN; only --to-sft"),
-        ([run, "--per-prompt", "2"], "works only with --to-sft"),
+        ([run, run], "give one RUN; only --to-sft, --to-pairs and --to-kto"),
+        ([run, "--per-prompt", "2"], "works only with --to-sft, --to-pairs and --to-kto"),
+        ([run, "--margin", "2"], "--margin works only with --to-pairs"),
+        ([run, "--to-sft", "a", "--to-kto", "b"], "give only one of --to-sft, --to-kto"),
     ):
         result = CliRunner().invoke(app, ["rollouts", *map(str, words)])
         assert (result.exit_code, fault in result.stderr) == (2, True)
@@ -181,3 +183,115 @@ def test_the_sft_trainer_reads_what_was_exported(run: Path, tmp_path: Path) -> N
     samples = [tokenize(each) for each in load_rows(config)]
     trained = [tokenizer.decode(sample.token_ids[sample.is_trained]) for sample in samples]
     assert [text.split("<")[0].strip() for text in trained] == ["right", "better", "other"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<{{ message.role }}>"
+    "{% generation %}{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.id }}"
+    "{{ call.function | tojson }}{% endfor %}{% endgeneration %}{{ message.tool_call_id or '' }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"type": "function", "id": "c", "function": {"name": "count", "arguments": "{}"}}
+
+
+@pytest.fixture
+def graded(tmp_path: Path) -> Path:
+    """Two steps: a group with three rewards, one with a call of a tool, one with equal rewards; the first again."""
+    calling = [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    with_tools = {"prompt_id": "p2", "group": 2, "tools": TOOLS}
+    first = [record("mid", 0.5, group=1), record("good", 1.0, group=1), record("bad", 0.0, group=1)]
+    equal = [record("same", 1.0, group=3, prompt_id="p3"), record("also", 1.0, group=3, prompt_id="p3")]
+    others = [record("cut", 2.0, group=1, is_truncated=True), record("none", None, group=1)]
+    tooled = [record("", 0.9, **with_tools) | {"completion": calling}, record("two", 0.6, **with_tools)]
+    write(tmp_path / "graded", 0, *first, *equal, *others, *tooled)
+    return write(tmp_path / "graded", 1, record("good", 1.0, group=1), record("worse", -1.0, group=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [("good", "bad"), ("three", "two"), ("good", "worse")]),
+        (["--margin", 0.5], [("good", "bad"), ("good", "worse")]),
+        (["--max-reward", -0.5], [("good", "worse")]),
+        (["--min-reward", 1, "--max-reward", 0], [("good", "bad"), ("good", "worse")]),
+        (["--per-prompt", 1], [("three", "two"), ("good", "worse")]),
+        (["--step", "last"], [("good", "worse")]),
+    ],
+    ids=str,
+)
+def test_the_best_rollout_of_a_group_is_paired_with_the_worst(
+    graded: Path, tmp_path: Path, words: list[object], expected: list[tuple[str, str]]
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    result = export(file, graded, *words, to="--to-pairs")
+    assert result.exit_code == 0, result.output
+    found = rows(file)
+    assert [tuple(each[side][-1]["content"] for side in ("chosen", "rejected")) for each in found] == expected
+    assert all(each["score_chosen"] > each["score_rejected"] for each in found)
+    assert f"in {file}: `medarc_train dpo CONFIG --data.name {file}`" in result.stdout.replace("uv run ", "")
+    tooled = [each for each in found if each["prompt_id"] == "p2"]
+    assert all((each["tools"], len(each["chosen"])) == (TOOLS, 3) for each in tooled)
+
+
+def test_rollouts_get_labels_by_their_rewards(graded: Path, tmp_path: Path) -> None:
+    file = tmp_path / "labels.jsonl"
+    words = ("--min-reward", 0.9, "--max-reward", 0)
+    result = export(file, graded, *words, to="--to-kto")
+    assert result.exit_code == 0, result.output
+    labels = [(each["completion"][-1]["content"], each["label"]) for each in rows(file)]
+    assert labels == [
+        *[("good", True), ("bad", False), ("same", True), ("also", True), ("three", True), ("worse", False)],
+    ]
+    for line in (
+        "left out 2 rollouts between --max-reward and --min-reward",
+        "left out 1 rollout without a reward",
+        "6 rows of 3 prompts (4 good, 2 bad)",
+        "--loss.type kto",
+    ):
+        assert line in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("to", "words", "fault"),
+    [
+        ("--to-pairs", ["--margin", "9"], "no rollouts of one prompt and step have rewards that differ by at least 9"),
+        ("--to-kto", [], "--to-kto needs --min-reward"),
+        ("--to-kto", ["--min-reward", "1", "--max-reward", "1"], "needs a --max-reward below --min-reward 1"),
+        ("--to-kto", ["--min-reward", "1", "--margin", "1"], "--to-kto excludes --margin"),
+    ],
+)
+def test_a_mistake_with_preferences_is_one_line(
+    graded: Path, tmp_path: Path, to: str, words: list[str], fault: str
+) -> None:
+    result = export(tmp_path / "out.jsonl", graded, *words, to=to)
+    assert (result.exit_code, result.stderr.count("\n"), fault in result.stderr) == (2, 1, True), result.stderr
+
+
+@pytest.mark.parametrize(("to", "keys"), [("--to-pairs", {}), ("--to-kto", {"type": "kto"})])
+def test_dpo_trains_on_what_was_exported(graded: Path, tmp_path: Path, to: str, keys: dict[str, str]) -> None:
+    from transformers import AutoTokenizer
+
+    from prime_rl.configs.dpo import DPOConfig
+    from prime_rl.trainer.process.mesh import DataAxis
+    from prime_rl.trainer.sft.data.samples import DatasetStream
+
+    file = tmp_path / "rows.jsonl"
+    words = ("--min-reward", 0.9) if to == "--to-kto" else ()
+    assert export(file, graded, *words, to=to).exit_code == 0
+    config = DPOConfig(data={"name": str(file), "seq_len": 512, "shuffle": False}, loss=keys)
+    tokenizer = AutoTokenizer.from_pretrained(
+        Path(__file__).resolve().parents[1] / "examples" / "reverse_text" / "model"
+    )
+    tokenizer.chat_template = WITH_TOOLS
+    stream = DatasetStream(config.data, tokenizer, DataAxis(0, 1))
+    samples = [sample for made in stream.own_share() for sample in made.samples]
+    assert len(samples) == len(rows(file))
+    texts = {
+        tokenizer.decode(each.token_ids[each.is_trained]).strip() for sample in samples for each in sample.sequences
+    }
+    assert any("three" in text and '"count"' in text for text in texts), texts
