@@ -82,7 +82,8 @@ Images in the data are not supported yet.
 
 Hybrid models have layers that carry a state from token to token: gated delta rules, state spaces, short convolutions.
 Packed rows keep their samples apart. The embedded engine holds one state for each running sequence, and reuses no
-prefix: the column compares second turns that are computed from their first token.
+prefix: the column compares second turns that are computed from their first token. Adapters may be on all linear layers
+of these; those that a model never calls, as `dt_proj` of Mamba and Jamba, are refused.
 
 Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
 loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.

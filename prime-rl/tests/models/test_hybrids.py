@@ -5,6 +5,7 @@ The embedded engine's test also has models whose attention caps its scores or ha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,17 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 from model_cases import Case, save_tiny_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prime_rl.configs.model import LoRAConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, ModelConfig
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
+from prime_rl.inference.embedded.engine.lora import AdapterLimits
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import EngineLimits
+from prime_rl.inference.model_files import WeightError
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.layouts import SequenceBlocks
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens, scoring_of
+from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.utils.logger import setup_logger
@@ -141,3 +147,69 @@ def test_the_embedded_engine_decodes_with_the_log_probabilities_of_transformers(
                     logprobs = reference(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
                     own = logprobs[:-1].gather(1, tokens[1:, None])[len(request.prompt) - 1 :, 0]
                     torch.testing.assert_close(torch.tensor(found.logprobs), own, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def write_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Write an adapter on every linear layer as PEFT does, and merge it into the model. Returns its targets."""
+    generator, state, targets = torch.Generator().manual_seed(1), {}, set()
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and "expert" not in path and path != "lm_head":
+            a = torch.randn(4, layer.in_features, generator=generator) * 0.1
+            b = torch.randn(layer.out_features, 4, generator=generator) * 0.1
+            layer.weight += 2 * b @ a
+            prefix = f"base_model.model.{path}.lora"
+            state |= {f"{prefix}_A.weight": a, f"{prefix}_B.weight": b}
+            targets.add(path.rpartition(".")[2])
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": sorted(targets), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return sorted(targets)
+
+
+@pytest.mark.parametrize("case", DECODED.values(), ids=DECODED)
+def test_adapters_on_all_projections_equal_merged_weights_in_both_engines(
+    case: Case, mesh: Mesh, tmp_path: Path
+) -> None:
+    merged, base = save_tiny_model(case, tmp_path / "model"), save_tiny_model(case, tmp_path / "model")
+    targets = write_adapter(merged, tmp_path / "step_1")
+    lora = LoRAConfig(rank=4, alpha=8, target_modules=targets, path=str(tmp_path / "step_1"))
+    trained = setup_model(ModelConfig(name=str(tmp_path / "model"), seq_len=56, lora=lora), mesh)
+    model, source = load_model(str(tmp_path / "model"), "float32", torch.device("cpu"), max_model_len=56)
+    runner = ModelRunner(model, 1 << 28, source)
+    store = runner.adapter_store("base", AdapterLimits(max_loaded=2, max_rank=4))
+    with Engine(runner, EngineLimits(max_running=6), store).in_thread() as engine, torch.no_grad():
+        assert engine.load_adapter("tuned", tmp_path / "step_1").result() == 1
+        params, owners = SamplingParams(max_tokens=18, top_k=64), (store.loaded["tuned"], None)
+        asked = [
+            GenerationRequest(prompt=prompt, params=params, seed=1, n=2, adapter=owners[place % 2])
+            for place, prompt in enumerate(PROMPTS)
+        ]
+        engine.pause().result()
+        futures = [engine.submit(request) for request in asked]
+        engine.resume().result()
+        adapted = []
+        for request, future in zip(asked, futures, strict=True):
+            for found in future.result().completions:
+                tokens = torch.tensor([*request.prompt, *found.token_ids])
+                reference = base if request.adapter is None else merged
+                logprobs = reference(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+                own = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+                sampled = own[len(request.prompt) - 1 :]
+                torch.testing.assert_close(torch.tensor(found.logprobs), sampled, atol=1e-5, rtol=1e-5)
+                adapted += [(tokens, -own.sum())] if request.adapter is not None else []
+        losses = loss_of(trained, [tokens for tokens, _ in adapted])
+        torch.testing.assert_close(losses, torch.stack([loss for _, loss in adapted]).sum(), rtol=1e-5, atol=0)
+
+
+def test_an_adapter_on_a_layer_that_is_never_called_is_refused(mesh: Mesh, tmp_path: Path) -> None:
+    """Mamba reads the weight of `dt_proj` alone."""
+    model = save_tiny_model(Case("jamba"), tmp_path / "model")
+    targets = write_adapter(model, tmp_path / "step_1")
+    with pytest.raises(ModelError, match=r"dt_proj cannot be adapted, because the model reads its weight without"):
+        setup_model(ModelConfig(name=str(tmp_path / "model"), lora=LoRAConfig(target_modules=targets)), mesh)
+    loaded, source = load_model(str(tmp_path / "model"), "float32", torch.device("cpu"), max_model_len=56)
+    store = ModelRunner(loaded, 1 << 28, source).adapter_store("base", AdapterLimits(max_loaded=2, max_rank=4))
+    with pytest.raises(WeightError, match="dt_proj are not supported"):
+        store.load("tuned", tmp_path / "step_1")

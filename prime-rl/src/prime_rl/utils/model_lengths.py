@@ -6,7 +6,7 @@ Trainer and inference engine both prepare their models here. Nothing heavy is im
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,33 @@ def state_layers(model: Any) -> list[Any]:
     Each of them starts with a causal convolution, which no attention layer of Transformers has.
     """
     return [module for module in model.modules() if hasattr(module, "layer_idx") and _has_convolution(module)]
+
+
+def bypassed_layers(model: Any, forward: Callable[[], object]) -> list[str]:
+    """Paths of the linear layers inside `state_layers` that `forward`, a pass of the model, does not call.
+
+    Their owner reads their weight alone, as Mamba's of `dt_proj`. An adapter is added by a hook on the layer, which
+    then never runs.
+    """
+    owners = set(map(id, state_layers(model)))
+    waiting = {
+        f"{path}.{name}": child
+        for path, owner in model.named_modules()
+        if id(owner) in owners
+        for name, child in owner.named_modules()
+        if any(base.__name__ == "Linear" for base in type(child).__mro__)
+    }
+    called: set[str] = set()
+    hooks = [
+        layer.register_forward_hook(lambda *_, path=path: called.add(path))  # returns None: the output stays
+        for path, layer in waiting.items()
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [path for path in waiting if path not in called]
 
 
 def _has_convolution(module: Any) -> bool:

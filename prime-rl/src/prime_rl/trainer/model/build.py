@@ -55,7 +55,7 @@ from prime_rl.trainer.process.world import Process
 from prime_rl.transport.language_part import attach, find_part, language_config, part_of
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
+from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
 
 # The check at the start of a run: packed rows must have the results of plain Transformers.
 
@@ -289,7 +289,13 @@ def setup_model(
         model.eval()
     else:
         leave_dropout_out(model)
-    check_scoring(model, process.device, config.seq_len, [SequenceBlocks if is_separable else PrefixTree])
+    optional = [SequenceBlocks if is_separable else PrefixTree]
+    for path in bypassed_layers(model, partial(check_scoring, model, process.device, config.seq_len, optional)):
+        if hasattr(model.get_submodule(path), "lora"):
+            raise ModelError(
+                f"model.lora.target_modules: {path} cannot be adapted, because the model reads its weight without "
+                "calling the layer: remove its name"
+            )
     if has_dropout:
         model.train()
     if is_random:

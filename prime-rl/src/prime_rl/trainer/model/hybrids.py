@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -104,6 +105,10 @@ class StateLayers:
         self._layers = state_layers(model)
         for layer in self._layers:
             layer.forward = self._keeping_apart(layer.forward)
+            if any(hasattr(child, "lora") for child in layer.children()):
+                # In training mode, the fused kernels of Mamba 2 read the output projection's weight alone, without
+                # its adapter. These layers have no dropout, so nothing else depends on the mode.
+                layer.train = partial(_train_children, layer)
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -142,3 +147,9 @@ class StateLayers:
             return self.sequences.run(forward, hidden_states)
 
         return run
+
+
+def _train_children(layer: nn.Module, mode: bool = True) -> nn.Module:
+    nn.Module.train(layer, mode)
+    layer.training = False
+    return layer

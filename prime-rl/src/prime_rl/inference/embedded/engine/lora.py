@@ -101,11 +101,13 @@ class LinearHooks:
     """Adapters of the current forward pass."""
 
     @classmethod
-    def attach_to(cls, model: nn.Module) -> LinearHooks:
+    def attach_to(cls, model: nn.Module, without: SequenceOf[str]) -> LinearHooks:
+        """`without` are the paths of layers whose hooks never run."""
         hooks = cls()
         for path, module in model.named_modules():
             # Experts and the head process only some of the tokens, so token indices do not apply to them.
-            if isinstance(module, nn.Linear) and "expert" not in path and not path.endswith("lm_head"):
+            is_linear = isinstance(module, nn.Linear) and path not in without
+            if is_linear and "expert" not in path and not path.endswith("lm_head"):
                 hooks._add_to(path, module)
         return hooks
 

@@ -29,7 +29,7 @@ from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.transport.language_part import language_config, load_part, part_of
 from prime_rl.utils.errors import StartFault, first_line
-from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
+from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
 
 Forward = Callable[..., tuple[Tensor, list[Iterator[Tensor]]]]
 """`ModelRunner.forward`."""
@@ -162,7 +162,8 @@ class ModelRunner:
     def adapter_store(self, base_model: str, limits: AdapterLimits) -> AdapterStore:
         """Prepare the model for LoRA adapters. Call once, before the first step."""
         if self._fused is None:
-            self._hooks = LinearHooks.attach_to(self.model)
+            bypassed = bypassed_layers(self.model, lambda: self.forward([], [[0, 0]], [0]))
+            self._hooks = LinearHooks.attach_to(self.model, without=bypassed)
         part = part_of(self.model)
         return AdapterStore(
             base_model=base_model,
