@@ -10,12 +10,30 @@ from pydantic import Field, model_validator
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "cpo", "orpo", "kto", "apo_zero_unpaired"]
+PreferenceLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "simpo",
+    "cpo",
+    "orpo",
+    "sigmoid_norm",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "nca_pair",
+    "bco_pair",
+    "exo_pair",
+    "discopop",
+    "kto",
+    "apo_zero_unpaired",
+]
 UNPAIRED: tuple[PreferenceLoss, ...] = ("kto", "apo_zero_unpaired")
 """Losses of single answers, each with a label. Pairs are read as two answers."""
 WITHOUT_REFERENCE: tuple[PreferenceLoss, ...] = ("simpo", "cpo", "orpo")
 """Losses that compare the two answers alone, not with the starting model."""
-_SMOOTHED: tuple[PreferenceLoss, ...] = ("sigmoid", "robust", "simpo", "cpo")
+_SMOOTHED: tuple[PreferenceLoss, ...] = ("sigmoid", "robust", "simpo", "cpo", "exo_pair")
 
 
 class PreferenceLossConfig(BaseConfig):
@@ -24,14 +42,15 @@ class PreferenceLossConfig(BaseConfig):
     type: PreferenceLoss = "sigmoid"
     """`sigmoid` is DPO's own loss; `hinge` is SLiC's, `ipo` bounds the margin, `robust` expects flipped pairs. `simpo`,
     `cpo` and `orpo` need no reference. `kto` and `apo_zero_unpaired` train on answers that are good or bad by
-    themselves (`label`), without pairs."""
+    themselves (`label`), without pairs. docs/preferences.md has all formulas."""
 
     beta: float = Field(0.1, gt=0, le=1000)
     """Strength of the comparison: with a reference, a larger value keeps the model closer to it. SimPO's paper takes 2,
     IPO's tau is this too. In `orpo` it is the weight of the odds ratio."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs that are expected to be flipped, for `sigmoid`, `robust`, `simpo` and `cpo`."""
+    """Share of pairs that are expected to be flipped, for `sigmoid`, `robust`, `simpo`, `cpo` and `exo_pair`, which
+    needs one above 0."""
 
     simpo_gamma: float = Field(0.5, ge=0, le=1000)
     """gamma of `simpo`: the margin that the rewards of both answers should have."""
@@ -70,6 +89,8 @@ class PreferenceLossConfig(BaseConfig):
     def _faults(self) -> Iterator[str]:
         if self.label_smoothing and self.type not in _SMOOTHED:
             yield f"label_smoothing ({self.label_smoothing:g}) needs type {', '.join(_SMOOTHED)} (got {self.type!r})"
+        if self.type == "exo_pair" and self.label_smoothing == 0:
+            yield "type = 'exo_pair' needs a label_smoothing above 0, such as 0.001: its loss has the logarithm of it"
         if "simpo_gamma" in self.model_fields_set and self.type != "simpo" and self.simpo_gamma != 0.5:
             yield f"simpo_gamma ({self.simpo_gamma:g}) needs type = 'simpo' (got {self.type!r})"
         if not self.is_unpaired:

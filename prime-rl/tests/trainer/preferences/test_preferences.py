@@ -26,7 +26,7 @@ from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs
 from prime_rl.trainer.preferences.objective import Preferences, Unpaired, reference_logprobs
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import Mesh
-from prime_rl.trainer.sft.data.examination import Examination, label_worries
+from prime_rl.trainer.sft.data.examination import Examination, examine, label_worries, worries
 from prime_rl.trainer.sft.data.packer import PackedRow, setup_rows
 from prime_rl.trainer.sft.data.pairs import Labelled, labelled_of, sides_of
 from prime_rl.trainer.sft.data.samples import DatasetStream, SampleCounts, SampleMaker, as_bytes, from_bytes
@@ -281,6 +281,20 @@ def test_a_pair_that_is_cut_to_the_same_text_is_named_by_file_and_line(tiny_mode
     make(entries.at(0))
     with pytest.raises(DataError, match=r"rows.jsonl:2: data.seq_len = 8 cuts chosen and rejected to the same"):
         make(entries.at(1))
+
+
+def test_turned_scores_and_answers_without_words_are_told(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    rows = [
+        {"prompt": "a", "chosen": "bb", "rejected": "c", "score_chosen": 3.0, "score_rejected": score}
+        for score in (1.0, 3.0, 4)
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    nothing = {"prompt": "a", "chosen": "bb", "rejected": tokenizer.eos_token}
+    data = pairs_of(written(tmp_path / "rows.jsonl", [*rows, nothing]))
+    made = DatasetStream(data, tokenizer, mesh.data_axis).own_share()
+    lines = list(worries(examine(made, 4, data), data))
+    assert any("2 of 4 rows have a score_chosen that is not above score_rejected" in line for line in lines), lines
+    assert any("1 of 4 rows have an answer of which only special tokens" in line for line in lines), lines
 
 
 def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

@@ -10,6 +10,7 @@ and sigma is the logistic function. Each function returns the losses [P]; the ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -60,8 +61,7 @@ def ipo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
 
     d is the margin of the means over tokens, so that a pair's length does not scale its loss; TRL does the same.
     """
-    delta = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
-    return (delta - 1 / (2 * config.beta)) ** 2
+    return (_mean_delta(pairs) - 1 / (2 * config.beta)) ** 2
 
 
 def robust(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
@@ -96,8 +96,76 @@ def orpo(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
     return -config.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
+def sigmoid_norm(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """DPO with means over tokens instead of sums (as Tulu 3, Lambert et al. 2024)."""
+    return -logsigmoid(config.beta * _mean_delta(pairs))
+
+
+def apo_zero(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """APO-zero (D'Oosterlinck et al. 2024, Anchored Preference Optimization): 1 - sigma(beta*r(w)) + sigma(beta*r(l)).
+
+    r is the ratio to the reference. For chosen answers that are better than the model's own.
+    """
+    return torch.sigmoid(-config.beta * pairs.chosen_ratio) + torch.sigmoid(config.beta * pairs.rejected_ratio)
+
+
+def apo_down(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """APO-down: sigma(beta*r(w)) + 1 - sigma(beta*delta), for chosen answers that are worse than the model's own."""
+    delta = pairs.chosen_ratio - pairs.rejected_ratio
+    return torch.sigmoid(config.beta * pairs.chosen_ratio) + torch.sigmoid(-config.beta * delta)
+
+
+def sppo_hard(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """SPPO (Wu et al. 2024, Self-Play Preference Optimization) if the chosen answer surely wins:
+
+    (r(w) - 1/(2*beta))^2 + (r(l) + 1/(2*beta))^2
+    """
+    return (pairs.chosen_ratio - 0.5 / config.beta) ** 2 + (pairs.rejected_ratio + 0.5 / config.beta) ** 2
+
+
+def nca_pair(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """NCA (Chen et al. 2024, Noise Contrastive Alignment of Language Models with Explicit Rewards), for a pair:
+
+    -log sigma(beta*r(w)) - log sigma(-beta*r(w))/2 - log sigma(-beta*r(l))/2
+    """
+    chosen, rejected = config.beta * pairs.chosen_ratio, config.beta * pairs.rejected_ratio
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def bco_pair(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """BCO (Jung et al. 2024, Binary Classifier Optimization) without its shift:
+
+    -log sigma(beta*r(w)) - log sigma(-beta*r(l))
+    """
+    return -logsigmoid(config.beta * pairs.chosen_ratio) - logsigmoid(-config.beta * pairs.rejected_ratio)
+
+
+def exo_pair(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """EXO (Ji et al. 2024, Towards Efficient Exact Optimization): KL of (q, 1 - q) from (1 - e, e).
+
+    q = sigma(beta*delta), and the share e of flipped pairs is `label_smoothing`.
+    """
+    share, logits = config.label_smoothing, config.beta * (pairs.chosen_ratio - pairs.rejected_ratio)
+    wins = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-share))
+    return wins + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(share))
+
+
+def discopop(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
+    """DiscoPOP (Lu et al. 2024, Discovering Preference Optimization Algorithms with LLMs), x = beta*delta:
+
+    -(1 - m)*log sigma(x) + m*exp(-x) with m = sigma(x/tau), the paper's tau of 0.05
+    """
+    logits = config.beta * (pairs.chosen_ratio - pairs.rejected_ratio)
+    mixed = torch.sigmoid(logits / 0.05)
+    return -(1 - mixed) * logsigmoid(logits) + mixed * torch.exp(-logits)
+
+
 LOSSES: Mapping[str, Callable[[PairLogprobs, PreferenceLossConfig], Tensor]] = {
-    each.__name__: each for each in (sigmoid, hinge, ipo, robust, simpo, cpo, orpo)
+    each.__name__: each
+    for each in (
+        *(sigmoid, hinge, ipo, robust, simpo, cpo, orpo, sigmoid_norm, apo_zero, apo_down, sppo_hard, nca_pair),
+        *(bco_pair, exo_pair, discopop),
+    )
 }
 """By `loss.type`."""
 
@@ -125,6 +193,11 @@ def _smoothed(logits: Tensor, share: float) -> Tensor:
     """The logistic loss, with a share of the pairs flipped."""
     loss = -logsigmoid(logits)
     return loss if share == 0 else (1 - share) * loss - share * logsigmoid(-logits)
+
+
+def _mean_delta(pairs: PairLogprobs) -> Tensor:
+    """The margin of the means over tokens."""
+    return pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

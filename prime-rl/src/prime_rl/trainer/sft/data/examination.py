@@ -48,6 +48,10 @@ class Examination:
     targets: int = 0
     longer_chosen: int = 0
     """Number of pairs whose chosen answer is the longer one."""
+    flipped: int = 0
+    """Number of pairs whose scores do not favour the chosen answer."""
+    without_words: int = 0
+    """Number of rows with an answer of which only special tokens are trained."""
     desirable: int = 0
     """Number of answers whose label is true."""
     without_end: int = 0
@@ -111,6 +115,8 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             samples += made.samples
             found.pieces += len(made.more)
             found.without_end += not made.has_end
+            found.flipped += made.is_flipped
+            found.without_words += made.says_nothing
             found.unmarked_calls += made.sample.unmarked_calls
             if isinstance(made.sample, Pair):
                 found.longer_chosen += made.sample.chosen.targets > made.sample.rejected.targets
@@ -214,6 +220,13 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield (
             f"the chosen answer is {word} in {max(longer, 1 - longer):.0%} of {found.samples} pairs: the model may "
             "learn the length"
+        )
+    if found.flipped:
+        yield f"{found.flipped} {of_rows} have a score_chosen that is not above score_rejected: turn or remove them"
+    if found.without_words:
+        yield (
+            f"{found.without_words} {of_rows} have an answer of which only special tokens, such as the end of a "
+            f"message, are trained: it is empty, or {limit} cuts it"
         )
     if found.share(found.duplicates) > _WORRYING_DUPLICATES:
         yield f"{found.duplicates} {of_rows} have the same tokens as an earlier row"

@@ -172,6 +172,12 @@ def sides_of(row: Row) -> tuple[Row, Row]:
     return chosen, rejected
 
 
+def scores_are_flipped(row: Row) -> bool:
+    """Whether UltraFeedback's scores of a pair say that the rejected answer is at least as good."""
+    chosen, rejected = row.get("score_chosen"), row.get("score_rejected")
+    return isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected
+
+
 def _answer(row: Row, name: str) -> Any:
     if is_missing(row.get(name)):
         raise RowFault(f"`{column_name(row, name)}` is missing")
@@ -212,6 +218,7 @@ __all__ = [
     "Pair",
     "have_equal_prompts",
     "labelled_of",
+    "scores_are_flipped",
     "sides_of",
     "with_answer_of",
 ]

@@ -19,7 +19,15 @@ from prime_rl.trainer.sft.data.conversation import (
     UnmaskableSample,
     special_ids,
 )
-from prime_rl.trainer.sft.data.pairs import Labelled, Pair, have_equal_prompts, labelled_of, sides_of, with_answer_of
+from prime_rl.trainer.sft.data.pairs import (
+    Labelled,
+    Pair,
+    have_equal_prompts,
+    labelled_of,
+    scores_are_flipped,
+    sides_of,
+    with_answer_of,
+)
 from prime_rl.trainer.sft.data.places import Place, Places
 from prime_rl.trainer.sft.data.sources import Entry, setup_entries
 from prime_rl.utils.conversations import Row, RowFault
@@ -111,6 +119,10 @@ class Made:
     """What is wrong with a bad row."""
     more: tuple[Sample, ...] = ()
     """Further samples: of a row that was split, or the rejected answer of a pair that is read as two answers."""
+    is_flipped: bool = False
+    """Whether the scores of a pair say that the rejected answer is as good as the chosen one, or better."""
+    says_nothing: bool = False
+    """Whether all that is trained of an answer are special tokens."""
     of_sides: tuple[int, ...] = ()
     """Length of each sequence of a row, before it was cut."""
 
@@ -200,8 +212,17 @@ class SampleMaker:
                 Labelled(sequence, label, 2 * key + side, self._mismatched(entry, sequence, side))
                 for side, (sequence, label) in enumerate(zip(cut, labels, strict=True))
             ]
-        kind = "truncated" if is_overlong else "seen"
-        return Made(samples[0], kind, inputs, has_end, ends[0], more=tuple(samples[1:]), of_sides=of_sides)
+        return Made(
+            samples[0],
+            "truncated" if is_overlong else "seen",
+            inputs,
+            has_end,
+            ends[0],
+            more=tuple(samples[1:]),
+            is_flipped=len(cut) == 2 and scores_are_flipped(row),
+            says_nothing=any(self._special_ids.issuperset(each.token_ids[each.is_trained].tolist()) for each in cut),
+            of_sides=of_sides,
+        )
 
     def _sequences(self, row: Row) -> tuple[TokenizedSample, ...]:
         """The sequences that a row makes: one, or in preferences one for each answer."""
