@@ -22,7 +22,8 @@ from prime_rl.utils.pydantic_config.describe import bounds_text
 from prime_rl.utils.pydantic_config.schema import Section, alternatives, list_items, walk_fields
 
 ANY_FINITE = {
-    "a reward may be any number": ("easy_threshold", "hard_threshold"),
+    "a reward may be any number": ("correct_reward", "easy_threshold", "hard_threshold"),
+    "a divergence estimated by k1 may be negative": ("high", "low"),
     "an offset to a log-probability, in either direction": ("logprob_offset",),
 }
 """Numbers without bounds, by reason."""
@@ -34,8 +35,10 @@ NO_UPPER = {
         "dual_clip",
         "geo_mask_high",
         "geo_mask_low",
+        "limit",
         "max_mean_abs_diff",
         "max_norm",
+        "ratio_cap",
         "sequence_clip_high",
         "sequence_mask_high",
         "sequence_mask_low",
@@ -47,6 +50,7 @@ NO_UPPER = {
     "a factor of a term, whose scale is the user's": (
         "adv_tau",
         "alpha",
+        "entropy_coef",
         "kl_coef",
         "kl_tau",
         "penalty",

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from prime_rl.configs.orchestrator import NormalizedAdvantageConfig, OverlongConfig
-from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage, shaped_reward
+from prime_rl.orchestrator.batches.advantage import assign_advantages, setup_advantage, shaped_rewards
 from prime_rl.orchestrator.rollouts.rollout import Group
 
 
@@ -100,7 +100,8 @@ def test_equal_rewards_that_are_no_round_numbers_teach_nothing(rollout) -> None:
 def test_the_overlong_penalty_has_the_reference_values(turn, rollout, length, reward) -> None:
     overlong = OverlongConfig(max_tokens=4096, buffer_tokens=512)
     long = rollout(turn([0], [1]), turn([0], list(range(length))), reward=1.0)
-    assert shaped_reward(long, overlong) == pytest.approx(reward)
+    config = NormalizedAdvantageConfig(overlong=overlong)
+    assert shaped_rewards(Group([long]), config) == pytest.approx([reward])
 
 
 def test_the_penalty_moves_the_advantage_and_not_the_reward(turn, rollout) -> None:
@@ -110,3 +111,46 @@ def test_the_penalty_moves_the_advantage_and_not_the_reward(turn, rollout) -> No
     assign_advantages([Group([short, long])], setup_advantage(config))
     assert (short.advantage, long.advantage) == (0.5, -0.5)
     assert long.reward == 1.0
+
+
+def test_length_terms_are_those_of_the_papers(turn, rollout) -> None:
+    """Kimi k1.5 in the group, and L1's exact target. Lengths 2, 4 and 6; the last answer is wrong."""
+    answers = ((2, 1.0), (4, 1.0), (6, 0.0))
+    group = Group([rollout(turn([0], [1] * length), reward=reward) for length, reward in answers])
+    in_group = NormalizedAdvantageConfig(length={"kind": "group", "weight": 0.2})
+    assert shaped_rewards(group, in_group) == pytest.approx([1.1, 1.0, -0.1])
+    wrong = Group([rollout(turn([0], [1] * length), reward=0.0) for length in (2, 6)])
+    assert shaped_rewards(wrong, in_group) == pytest.approx([0.0, -0.1])
+    equal = Group([rollout(turn([0], [1, 2]), reward=1.0) for _ in range(2)])
+    assert shaped_rewards(equal, in_group) == [1.0, 1.0]
+    target = NormalizedAdvantageConfig(length={"kind": "target", "weight": 0.01, "target_tokens": 5})
+    assert shaped_rewards(group, target) == pytest.approx([0.97, 0.99, -0.01])
+
+
+def test_maxrl_divides_by_the_success_rate_and_leaves_failures_alone(rollout) -> None:
+    groups = [Group([rollout(reward=reward) for reward in row]) for row in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0])]
+    assign_advantages(groups, setup_advantage(NormalizedAdvantageConfig(scale="group_mean")))
+    found = [[each.advantage for each in group.rollouts] for group in groups]
+    third = 1 / 3
+    expected = [[3, -1, -1, -1], [third, third, third, -1], [0, 0, 0, 0]]
+    assert found == [pytest.approx(row) for row in expected]
+
+
+def test_gdpo_normalises_each_reward_in_its_group_and_the_sum_in_the_batch(rollout) -> None:
+    """Rewards of one scale cannot drown those of another; recomputed here from the paper."""
+    measured = {"correct": [[1, 0, 1], [0, 0, 1]], "short": [[10.0, 40.0, 25.0], [5.0, 80.0, 80.0]]}
+    weights = {"correct": 1.0, "short": 0.5}
+    groups = [
+        Group([rollout(metrics={name: float(values[g][i]) for name, values in measured.items()}) for i in range(3)])
+        for g in range(2)
+    ]
+    config = NormalizedAdvantageConfig(rewards="each", whiten=True)
+    assign_advantages(groups, setup_advantage(config, weights_of=lambda env: weights | {"only_measured": 0.0}))
+
+    def in_group(row: list[float]) -> list[float]:
+        return [(value - statistics.mean(row)) / (statistics.stdev(row) + 1e-5) for value in row]
+
+    parts = {name: [in_group(row) for row in rows] for name, rows in measured.items()}
+    sums = [sum(weights[name] * parts[name][g][i] for name in weights) for g in range(2) for i in range(3)]
+    expected = [(value - statistics.mean(sums)) / (statistics.stdev(sums) + 1e-5) for value in sums]
+    assert [each.advantage for group in groups for each in group.rollouts] == pytest.approx(expected)

@@ -13,9 +13,29 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.ranges import Count, Fraction
 from prime_rl.configs.shared import ImportPath
-from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
+from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
 
-Algorithm = Literal["default", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "decoupled_ppo"]
+Algorithm = Literal[
+    "default",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce_pp",
+    "gspo",
+    "cispo",
+    "decoupled_ppo",
+    "gdpo",
+    "maxrl",
+    "lite_ppo",
+    "sapo",
+    "m2po",
+    "dppo_tv",
+    "dppo_kl",
+    "icepop",
+    "aipo",
+    "loglinear_ppo",
+]
 
 LOSS, ADVANTAGE, BUFFER = "trainer.loss", "orchestrator.advantage", "orchestrator.buffer"
 GROUP_NORMALIZED = {"type": "normalized", "baseline": "group", "scale": "group"}
@@ -65,6 +85,70 @@ PRESETS: Mapping[Algorithm, Mapping[str, Mapping[str, Any]]] = {
     "decoupled_ppo": {
         LOSS: {
             "type": "decoupled",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "behaviour_weight_cap": 5.0,
+            "average": "token",
+        },
+        ADVANTAGE: GROUP_NORMALIZED,
+        "trainer": {"minibatches": 4},
+    },
+    # Liu et al. 2026, GDPO: each reward function is normalised in its group, and their sum in the batch.
+    "gdpo": {
+        LOSS: {"type": "clip", "clip_low": 0.2, "clip_high": 0.2, "average": "sequence"},
+        ADVANTAGE: {**GROUP_NORMALIZED, "rewards": "each", "whiten": True},
+    },
+    # Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning: the weight of a prompt is 1 / its success rate.
+    "maxrl": {
+        LOSS: {"type": "clip", "clip_low": 0.2, "clip_high": 0.2, "average": "token"},
+        ADVANTAGE: {"type": "normalized", "baseline": "group", "scale": "group_mean"},
+    },
+    # Liu et al. 2025, Tricks or Traps? (Lite PPO)
+    "lite_ppo": {
+        LOSS: {"type": "clip", "clip_low": 0.2, "clip_high": 0.2, "average": "token"},
+        ADVANTAGE: {"type": "normalized", "baseline": "group", "scale": "batch"},
+    },
+    # Gao et al. 2025, Soft Adaptive Policy Optimization
+    "sapo": {
+        LOSS: {"type": "soft", "tau_positive": 1.0, "tau_negative": 1.05, "average": "sequence"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    # Zheng et al. 2025, Prosperity before Collapse
+    "m2po": {
+        LOSS: {"type": "masked", "measure": "second_moment", "limit": 0.04, "average": "token"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    # Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning: the binary approximations.
+    "dppo_tv": {
+        LOSS: {"type": "masked", "measure": "tv", "limit": 0.15, "ratio_cap": 20.0, "average": "token"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    "dppo_kl": {
+        LOSS: {"type": "masked", "measure": "kl", "limit": 0.05, "ratio_cap": 20.0, "average": "token"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    # Ling Team 2025, Every Step Evolves (Ring-1T): tokens on which trainer and engine differ are masked on both sides.
+    "icepop": {
+        LOSS: {
+            "type": "decoupled",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "behaviour_weight_floor": 0.5,
+            "behaviour_weight_cap": 5.0,
+            "average": "sequence",
+        },
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    # Wu et al. 2025, LlamaRL: one-sided truncated importance weights.
+    "aipo": {
+        LOSS: {"type": "truncated", "weight_low": 0.0, "weight_high": 4.0, "average": "token"},
+        ADVANTAGE: {"type": "normalized", "baseline": "group", "scale": "none"},
+    },
+    # Fu et al. 2025, AReaL: decoupled PPO without the forward pass of the proximal policy.
+    "loglinear_ppo": {
+        LOSS: {
+            "type": "decoupled",
+            "proximal": "loglinear",
             "clip_low": 0.2,
             "clip_high": 0.2,
             "behaviour_weight_cap": 5.0,
@@ -135,6 +219,29 @@ class OverlongConfig(BaseConfig):
         return self
 
 
+class LengthPenaltyConfig(BaseConfig):
+    """Adds a term for the length of the answer to the reward."""
+
+    kind: Literal["group", "target"]
+    """`group` (Kimi k1.5): `weight * (0.5 - (L - shortest) / (longest - shortest))` over the lengths L of the group; an
+    answer below `correct_reward` never gains. `target` (L1): `-weight * |L - target_tokens|`."""
+
+    weight: float = Field(ge=0)
+    """Factor of the term."""
+
+    target_tokens: Count | None = None
+    """Length in tokens that `target` asks for."""
+
+    correct_reward: float = 1.0
+    """Least reward of a correct answer, for `group`."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if (self.kind == "target") != (self.target_tokens is not None):
+            raise_faults([f"kind = {self.kind!r} {'needs' if self.kind == 'target' else 'takes no'} target_tokens"])
+        return self
+
+
 class NormalizedAdvantageConfig(BaseConfig):
     """Reward minus a baseline, divided by a scale."""
 
@@ -144,11 +251,37 @@ class NormalizedAdvantageConfig(BaseConfig):
     baseline: Literal["group", "leave_one_out", "batch", "none"] = "group"
     """Baseline: the mean of the group, of the other rollouts in the group, of the whole batch, or none."""
 
-    scale: Literal["group", "batch", "none"] = "group"
-    """Scale: the standard deviation of the rewards in the group, in the whole batch, or none."""
+    scale: Literal["group", "batch", "group_mean", "none"] = "group"
+    """Scale: the standard deviation of the rewards in the group, in the whole batch, the mean reward of the group
+    (MaxRL; groups without a positive mean teach nothing), or none."""
+
+    rewards: Literal["sum", "each"] = "sum"
+    """`sum`: the one reward of the environment, a weighted sum over its reward functions. `each` (GDPO): every reward
+    function is centred and scaled by itself, and the sum with the same weights is the advantage."""
+
+    whiten: bool = False
+    """Finally normalise the advantages of the whole batch by their mean and standard deviation."""
 
     overlong: OverlongConfig | None = None
     """Penalty for answers near the length limit. None disables it."""
+
+    length: LengthPenaltyConfig | None = None
+    """Term for the length of the answer. None adds none."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        if self.rewards == "each":
+            shaping = [name for name in ("overlong", "length") if getattr(self, name) is not None]
+            if shaping:
+                yield f"{' and '.join(shaping)}: they shape the sum of the rewards; set rewards = 'sum'"
+            if "batch" in (self.baseline, self.scale):
+                yield "rewards = 'each' compares in groups: set baseline and scale to 'group', and whiten the batch"
+        if self.scale == "group_mean" and self.baseline != "group":
+            yield f"scale = 'group_mean' needs baseline = 'group' (got {self.baseline!r})"
 
 
 AdvantageConfig = Annotated[
@@ -158,8 +291,9 @@ AdvantageConfig = Annotated[
 # The losses of the RL trainer: sections of `trainer.loss`. What they compute is in `prime_rl.trainer.rl`.
 
 
-class ReferenceKLConfig(BaseConfig):
-    """A penalty on the KL divergence from the reference model, which `trainer.reference` chooses."""
+class PenaltiesConfig(BaseConfig):
+    """A penalty on the KL divergence from the reference model, which `trainer.reference` chooses, and a bonus for
+    entropy."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the penalty: `beta` in TRL, `kl_loss_coef` in verl. 0 needs no reference model."""
@@ -170,6 +304,13 @@ class ReferenceKLConfig(BaseConfig):
     kl_importance: bool = False
     """Weight the penalty in the loss by the token's importance ratio, so that stale samples do not bias it."""
 
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the bonus for the policy's entropy. 0 adds none."""
+
+    entropy_estimator: Literal["exact", "sampled"] = "exact"
+    """`exact`: the loss of a token falls by its distribution's entropy, computed over the vocabulary in the same slices
+    as its log-probability. `sampled`: its advantage rises by -log(probability), which needs no more computation."""
+
     @model_validator(mode="after")
     def _check_reference_kl(self) -> Self:
         if self.kl_importance and self.kl_coef == 0:
@@ -179,7 +320,7 @@ class ReferenceKLConfig(BaseConfig):
         return self
 
 
-class DefaultLossConfig(ReferenceKLConfig):
+class DefaultLossConfig(PenaltiesConfig):
     """A clipped and masked policy gradient on importance ratios."""
 
     type: Literal["default"] = "default"
@@ -243,7 +384,7 @@ class CustomLossConfig(BaseConfig):
     """Keyword arguments of the function."""
 
 
-class BaseSurrogateLossConfig(ReferenceKLConfig):
+class BaseSurrogateLossConfig(PenaltiesConfig):
     """Keys that the published losses share."""
 
     average: Literal["token", "sequence", "constant"] = "token"
@@ -254,7 +395,15 @@ class BaseSurrogateLossConfig(ReferenceKLConfig):
     """Divisor of each sequence's sum with `average = "constant"`."""
 
 
-class ClipLossConfig(BaseSurrogateLossConfig):
+class RatioLossConfig(BaseSurrogateLossConfig):
+    """Keys of losses whose ratio may be that of several tokens."""
+
+    level: Literal["token", "turn", "sequence"] = "token"
+    """Importance ratio of each token, or the geometric mean over those of its turn (one answer of the model), or of its
+    sequence."""
+
+
+class ClipLossConfig(RatioLossConfig):
     """PPO's clipped surrogate on the ratio to the sampling policy: GRPO, Dr. GRPO, DAPO, REINFORCE++."""
 
     type: Literal["clip"] = "clip"
@@ -270,11 +419,14 @@ class ClipLossConfig(BaseSurrogateLossConfig):
     """Maximum ratio for tokens with a negative advantage. None sets no maximum."""
 
 
-class GSPOLossConfig(BaseSurrogateLossConfig):
+class GSPOLossConfig(RatioLossConfig):
     """GSPO: the clipped surrogate on each sequence's geometric mean ratio."""
 
     type: Literal["gspo"] = "gspo"
     """Group sequence policy optimization."""
+
+    level: Literal["token", "turn", "sequence"] = "sequence"
+    """As in the other losses. `sequence` is GSPO's own."""
 
     average: Literal["token", "sequence", "constant"] = "sequence"
     """As in the other losses. `sequence` is GSPO's own."""
@@ -285,9 +437,44 @@ class GSPOLossConfig(BaseSurrogateLossConfig):
     clip_high: float = Field(4e-4, ge=0)
     """Sequence ratios are clipped above 1 plus this."""
 
+    dual_clip: float | None = Field(None, gt=1)
+    """Maximum ratio for sequences with a negative advantage. None sets no maximum."""
 
-class TruncatedLossConfig(BaseSurrogateLossConfig):
-    """REINFORCE with truncated importance weights, so that every token keeps a gradient: CISPO, RLOO."""
+
+class SoftLossConfig(RatioLossConfig):
+    """SAPO: a sigmoid of the ratio in place of the clip, so that gradients fade instead of ending."""
+
+    type: Literal["soft"] = "soft"
+    """Soft gate."""
+
+    tau_positive: float = Field(1.0, gt=0, le=1e6)
+    """Steepness of the gate for tokens with a positive advantage."""
+
+    tau_negative: float = Field(1.05, gt=0, le=1e6)
+    """Steepness of the gate for the other tokens. A steeper gate closes earlier."""
+
+
+class MaskedLossConfig(BaseSurrogateLossConfig):
+    """The ratio without a clip, and no loss for tokens outside of a trust region: DPPO, M2PO."""
+
+    type: Literal["masked"] = "masked"
+    """Masked ratio."""
+
+    measure: Literal["tv", "kl", "second_moment"] = "tv"
+    """`tv` and `kl` (DPPO): total variation or KL divergence between sampling and trained policy, over two events, the
+    token and all others; a token beyond `limit` is masked if its loss would move it further away. `second_moment`
+    (M2PO): the tokens with the largest squared log-ratios of the update are masked, until the mean of the others is
+    below `limit`."""
+
+    limit: float = Field(0.15, gt=0)
+    """Size of the trust region."""
+
+    ratio_cap: float | None = Field(None, gt=1)
+    """Maximum ratio; tokens above it have no gradient. None sets no maximum."""
+
+
+class TruncatedLossConfig(RatioLossConfig):
+    """REINFORCE with truncated importance weights, so that every token keeps a gradient: CISPO, RLOO, AIPO."""
 
     type: Literal["truncated"] = "truncated"
     """Truncated importance weights."""
@@ -305,11 +492,55 @@ class TruncatedLossConfig(BaseSurrogateLossConfig):
         return self
 
 
-class DecoupledLossConfig(BaseSurrogateLossConfig):
+class RejectionConfig(BaseConfig):
+    """Which weights (policy at the start of the step / policy that sampled) a stale token or sequence may have."""
+
+    level: Literal["token", "turn", "sequence"] = "token"
+    """Weigh and reject each token, turn, or sequence."""
+
+    action: Literal["mask", "clamp"] = "mask"
+    """`mask`: outside of the bounds, leave it out of the loss; it still counts in the average. `clamp`: limit its
+    weight to the bounds."""
+
+    measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    """What the bounds apply to: the weight itself, or an estimate of the KL divergence from its logarithm x: -x,
+    x² / 2, or exp(x) - x - 1."""
+
+    aggregate: Literal["mean", "sum", "max"] = "mean"
+    """How a turn or sequence has one value: over its tokens' logarithms for `ratio`, over the estimates otherwise."""
+
+    low: float | None = None
+    """Lower bound. None sets none, or 0 for `clamp`."""
+
+    high: float | None = None
+    """Upper bound. None sets none."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        raise_faults(self._faults())
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        if self.low is None and self.high is None:
+            yield "sets neither low nor high"
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            yield f"low ({self.low}) must be below high ({self.high})"
+        if self.action == "clamp" and self.measure != "ratio":
+            yield f"action = 'clamp' limits weights and needs measure = 'ratio' (got {self.measure!r})"
+        if self.measure == "ratio" and ((self.high or 2) <= 1 or (self.low or 0) < 0):
+            yield "measure = 'ratio' needs high above 1, and low at least 0: an unchanged policy has ratio 1"
+
+
+class DecoupledLossConfig(RatioLossConfig):
     """Decoupled PPO: clips around the policy at the start of the step, and reweights to the policy that sampled."""
 
     type: Literal["decoupled"] = "decoupled"
     """Decoupled PPO."""
+
+    proximal: Literal["recomputed", "loglinear"] = "recomputed"
+    """The policy at the start of the step. `recomputed`: by a forward pass, if there are several minibatches.
+    `loglinear` (AReaL): its log-probabilities lie between those of the sampling and the trained policy, by the sample's
+    age; needs no forward pass."""
 
     clip_low: Fraction = 0.2
     """Ratios to the policy at the start of the step are clipped below 1 minus this."""
@@ -324,8 +555,22 @@ class DecoupledLossConfig(BaseSurrogateLossConfig):
     """Exclude tokens whose weight (policy at the start of the step / policy that sampled) is above this. None keeps
     all."""
 
+    behaviour_weight_floor: float = Field(0.0, ge=0, le=1)
+    """Exclude tokens whose weight is below this."""
 
-SurrogateLossConfig = ClipLossConfig | GSPOLossConfig | TruncatedLossConfig | DecoupledLossConfig
+    rejection: RejectionConfig | None = None
+    """Bounds of weights of turns and sequences, or by a KL divergence. They replace cap and floor."""
+
+    @model_validator(mode="after")
+    def _replace_cap_and_floor(self) -> Self:
+        if self.rejection is not None:
+            derive(self, "rejection replaces it", behaviour_weight_cap=None, behaviour_weight_floor=0.0)
+        return self
+
+
+SurrogateLossConfig = (
+    ClipLossConfig | GSPOLossConfig | SoftLossConfig | MaskedLossConfig | TruncatedLossConfig | DecoupledLossConfig
+)
 LossConfig = Annotated[DefaultLossConfig | CustomLossConfig | SurrogateLossConfig, Field(discriminator="type")]
 
 

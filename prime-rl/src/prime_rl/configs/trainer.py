@@ -14,6 +14,7 @@ from prime_rl.configs.algorithms import (
     DefaultLossConfig,
     GSPOLossConfig,
     LossConfig,
+    MaskedLossConfig,
     ReferenceConfig,
     TruncatedLossConfig,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "LinearSchedulerConfig",
     "LoRAConfig",
     "LossConfig",
+    "MaskedLossConfig",
     "ModelConfig",
     "MuonConfig",
     "NCCLWeightBroadcastConfig",

@@ -125,7 +125,7 @@ async def _run(
 ) -> None:
     paths = OrchestratorPaths(config.output_dir)
     filters = setup_filters(config.filters, config.model.name)
-    advantage = setup_advantage(config.advantage)
+    advantage = setup_advantage(config.advantage, lambda env: environments.train[env].reward_functions)
     ledger = traced_ledger(paths.ledger)
     buffer = make_buffer(config, environments.train, ledger)
     async with AsyncExitStack() as closing:

@@ -45,9 +45,19 @@ def test_huge_logits_do_not_overflow(problem) -> None:
     assert entropy.isfinite().all()
 
 
-def test_entropy_has_no_gradient(problem) -> None:
-    _, entropy = fused_logprobs(*problem, 7)
-    assert not entropy.requires_grad
+@pytest.mark.parametrize("vocab_chunk", [7, 8192])
+def test_the_gradient_of_the_entropy_is_exact_and_free_where_it_is_not_used(problem, vocab_chunk) -> None:
+    hidden, weight, *_ = problem
+    upstream = torch.linspace(-1, 2, TOKENS)
+    for of_logprobs in (0.0, 1.0):
+        grads = []
+        for logprobs, entropy in (full_softmax(*problem), fused_logprobs(*problem, vocab_chunk)):
+            total = (of_logprobs * logprobs * upstream + entropy * upstream.flip(0)).sum()
+            grads.append(torch.autograd.grad(total, [hidden, weight]))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*grads, strict=True))
+    _, entropy = fused_logprobs(*problem, vocab_chunk)
+    (alone,) = torch.autograd.grad((entropy * upstream).sum(), [hidden])
+    assert alone.abs().sum() > 0
 
 
 def test_a_frozen_head_gets_no_gradient(problem) -> None:

@@ -10,19 +10,39 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prime_rl.configs.algorithms import LOSS, preset
+from prime_rl.configs.algorithms import LOSS, PRESETS, MaskedLossConfig, SoftLossConfig, preset
 from prime_rl.configs.trainer import (
     ClipLossConfig,
     DecoupledLossConfig,
+    DefaultLossConfig,
     GSPOLossConfig,
     TrainerConfig,
     TruncatedLossConfig,
 )
-from prime_rl.trainer.rl.loss import LossInputs, Tokens, objective_of, setup_loss, surrogate_losses
+from prime_rl.trainer.rl.loss import (
+    LossInputs,
+    Tokens,
+    largest_kept_square,
+    loglinear_proximal,
+    objective_of,
+    setup_loss,
+    surrogate_losses,
+)
 from prime_rl.trainer.rl.rows import RowLayout, Sequences
 
 THETA, PROX, BEHAVE, ADVANTAGES = [-1, -0.5, -2, -0.1], [-1.2, -0.5, -1, -0.6], [-1.3, -0.9, -1, -3], [1, -1, -1, 1]
 """Inputs of the reference values for decoupled PPO."""
+
+
+EVERY_LOSS = [
+    ClipLossConfig(),
+    GSPOLossConfig(),
+    SoftLossConfig(),
+    MaskedLossConfig(),
+    MaskedLossConfig(measure="kl", ratio_cap=20),
+    TruncatedLossConfig(),
+    DecoupledLossConfig(),
+]
 
 
 def tokens_of(theta=THETA, behave=BEHAVE, advantages=ADVANTAGES, prox=PROX) -> Tokens:
@@ -92,7 +112,7 @@ def test_truncated_weights_keep_the_gradient_of_every_token() -> None:
     assert metrics["is_clipped"].tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("config", [ClipLossConfig(), GSPOLossConfig(), TruncatedLossConfig(), DecoupledLossConfig()])
+@pytest.mark.parametrize("config", EVERY_LOSS)
 def test_with_equal_policies_the_gradient_is_the_plain_policy_gradient(config) -> None:
     tokens = tokens_of(THETA, THETA, [0.7] * 4, THETA)
     losses = objective_of(config)(tokens)[0]
@@ -100,7 +120,7 @@ def test_with_equal_policies_the_gradient_is_the_plain_policy_gradient(config) -
     assert tokens.logprobs.grad.tolist() == pytest.approx([-0.7] * 4)
 
 
-@pytest.mark.parametrize("config", [ClipLossConfig(), GSPOLossConfig(), TruncatedLossConfig(), DecoupledLossConfig()])
+@pytest.mark.parametrize("config", EVERY_LOSS)
 def test_an_impossible_ratio_leaves_no_nan(config) -> None:
     tokens = tokens_of(theta=[-1, -800], behave=[-900, -1], advantages=[1, -1], prox=[-1, -1])
     objective_of(config)(tokens)[0].sum().backward()
@@ -161,47 +181,289 @@ def test_a_setting_of_the_penalty_without_effect_is_refused(settings: dict[str, 
         ClipLossConfig(**settings)
 
 
-def numpy_loss(algorithm: str) -> float:
-    """Loss of a step with two sequences, implemented from the papers without the trainer's code."""
-    ratio, advantage = np.exp(LOGPROBS - BEHAVIOUR), np.repeat(ADVANTAGE_OF, LENGTHS)
-    match algorithm:
-        case "grpo":
-            return np.mean([part.mean() for part in by_sequence(clip(ratio, advantage, 0.2, 0.2))])
-        case "dr_grpo":
-            return clip(ratio, advantage, 0.2, 0.2).sum() / 2 / 40
-        case "dapo":
-            return clip(ratio, advantage, 0.2, 0.28).sum() / 8
-        case "reinforce_pp":
-            return clip(ratio, advantage, 0.2, 0.2).sum() / 8
-        case "rloo":
-            return np.sum(-np.minimum(ratio, 2.0) * advantage * LOGPROBS) / 2
-        case "cispo":
-            return np.mean(-np.minimum(ratio, 5.0) * advantage * LOGPROBS)
-        case "gspo":
-            ratios = [np.exp(part.mean()) for part in by_sequence(LOGPROBS - BEHAVIOUR)]
-            return np.mean([clip(r, a, 3e-4, 4e-4) for r, a in zip(ratios, ADVANTAGE_OF, strict=True)])
-        case "decoupled_ppo":  # the first update of a step: the proximal policy is the trained one, so rho is 1
-            return np.mean(np.where(ratio > 5, 0, ratio) * -advantage)
-    raise AssertionError(algorithm)
+# Every loss: value and gradient against formulas written from the papers in float64, without the trainer's code.
+# The row has two sequences, of 3 and 5 tokens, the second one with turns of 2 and 3 tokens.
+
+TURNS = (3, 2, 3)
+PROXIMAL = LOGPROBS + 0.3 * RNG.standard_normal(8)
+REFERENCE = -RNG.random(8) * 2
+AGES = np.repeat([2.0, 5.0], LENGTHS)
+A = np.repeat(ADVANTAGE_OF, LENGTHS)
+
+
+def level_ratio(theta, at, anchor, parts):
+    """The geometric mean ratio of each part, with the gradient of each token."""
+    means = [np.full(len(own), own.mean()) for own in np.split(at - anchor, np.cumsum(parts)[:-1])]
+    return np.exp(np.concatenate(means)) * np.exp(theta - at)
+
+
+def by_part(values, parts, aggregate):
+    return np.concatenate([np.full(len(own), aggregate(own)) for own in np.split(values, np.cumsum(parts)[:-1])])
+
+
+def tokens_mean(losses):
+    return losses.mean()
+
+
+def sequences_mean(losses):
+    return np.mean([part.mean() for part in by_sequence(losses)])
+
+
+def dropped_by_dppo(theta, divergence, limit):
+    ratio = np.exp(theta - BEHAVIOUR)
+    away = np.where(A > 0, ratio > 1, ratio < 1)
+    return away & (divergence > limit)
+
+
+def binary_kl(p, q):
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
+def kept_by_m2po(squares, limit):
+    """Leave out the largest until the mean of the rest is below the limit."""
+    order = list(np.argsort(squares))
+    while len(order) > 1 and squares[order].mean() >= limit:
+        order.pop()
+    return np.isin(np.arange(len(squares)), order)
+
+
+def decoupled(theta, proximal, weight):
+    return weight * clip(np.exp(theta - proximal), A, 0.2, 0.2)
+
+
+def loglinear(at):
+    return BEHAVIOUR + (AGES - 1) / AGES * (at - BEHAVIOUR)
+
+
+W = np.exp(PROXIMAL - BEHAVIOUR)
+LOG_W = PROXIMAL - BEHAVIOUR
+D = "decoupled"
+
+# Config; loss of each token from theta and from its value where it counts as a constant; average.
+LOSSES = {
+    "grpo": ("grpo", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), sequences_mean),
+    "dr_grpo": (
+        "dr_grpo",
+        {},
+        lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2),
+        lambda losses: losses.sum() / 2 / 40,
+    ),
+    "dapo": ("dapo", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.28), tokens_mean),
+    "gdpo": ("gdpo", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), sequences_mean),
+    "maxrl": ("maxrl", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), tokens_mean),
+    "lite_ppo": ("lite_ppo", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), tokens_mean),
+    "reinforce_pp": ("reinforce_pp", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), tokens_mean),
+    "rloo": ("rloo", {}, lambda x, at: -np.minimum(np.exp(at - BEHAVIOUR), 2) * A * x, lambda losses: losses.sum() / 2),
+    "cispo": ("cispo", {}, lambda x, at: -np.minimum(np.exp(at - BEHAVIOUR), 5) * A * x, tokens_mean),
+    "aipo": ("aipo", {"weight_high": 1.5}, lambda x, at: -np.minimum(np.exp(at - BEHAVIOUR), 1.5) * A * x, tokens_mean),
+    "gspo": (
+        "gspo",
+        {"clip_low": 0.9, "clip_high": 0.01},
+        lambda x, at: clip(level_ratio(x, at, BEHAVIOUR, LENGTHS), A, 0.9, 0.01),
+        sequences_mean,
+    ),
+    "clip by turn": (
+        "grpo",
+        {"level": "turn"},
+        lambda x, at: clip(level_ratio(x, at, BEHAVIOUR, TURNS), A, 0.2, 0.2),
+        sequences_mean,
+    ),
+    "sapo": (
+        "sapo",
+        {},
+        lambda x, at: (
+            -4 / np.where(A > 0, 1, 1.05) / (1 + np.exp(np.where(A > 0, 1, 1.05) * (1 - np.exp(x - BEHAVIOUR)))) * A
+        ),
+        sequences_mean,
+    ),
+    "dppo_tv": (
+        "dppo_tv",
+        {},
+        lambda x, at: np.where(
+            dropped_by_dppo(at, abs(np.exp(at) - np.exp(BEHAVIOUR)), 0.15), 0, -np.exp(x - BEHAVIOUR) * A
+        ),
+        tokens_mean,
+    ),
+    "dppo_kl": (
+        "dppo_kl",
+        {},
+        lambda x, at: np.where(
+            dropped_by_dppo(at, binary_kl(np.exp(BEHAVIOUR), np.exp(at)), 0.05), 0, -np.exp(x - BEHAVIOUR) * A
+        ),
+        tokens_mean,
+    ),
+    "m2po": (
+        "m2po",
+        {},
+        lambda x, at: np.where(kept_by_m2po((at - BEHAVIOUR) ** 2, 0.04), -np.exp(x - BEHAVIOUR) * A, 0),
+        tokens_mean,
+    ),
+    "decoupled_ppo": ("decoupled_ppo", {}, lambda x, at: decoupled(x, PROXIMAL, np.where(W > 5, 0, W)), tokens_mean),
+    "decoupled by sequence": (
+        "decoupled_ppo",
+        {"level": "sequence"},
+        lambda x, at: np.where(W > 5, 0, W) * clip(level_ratio(x, at, PROXIMAL, LENGTHS), A, 0.2, 0.2),
+        tokens_mean,
+    ),
+    "icepop": (
+        "icepop",
+        {"behaviour_weight_cap": 2.0},
+        lambda x, at: decoupled(x, PROXIMAL, np.where((W > 2) | (W < 0.5), 0, W)),
+        sequences_mean,
+    ),
+    "loglinear_ppo": (
+        "loglinear_ppo",
+        {},
+        lambda x, at: decoupled(
+            x, loglinear(at), np.where(loglinear(at) - BEHAVIOUR > np.log(5), 0, np.exp(loglinear(at) - BEHAVIOUR))
+        ),
+        tokens_mean,
+    ),
+    "reject turns by their ratio": (
+        "decoupled_ppo",
+        {"rejection": {"level": "turn", "aggregate": "sum", "low": 0.4, "high": 2.0}},
+        lambda x, at: decoupled(
+            x,
+            PROXIMAL,
+            np.where(abs(np.exp(by_part(LOG_W, TURNS, np.sum)) - 1.2) > 0.8, 0, np.exp(by_part(LOG_W, TURNS, np.sum))),
+        ),
+        tokens_mean,
+    ),
+    "clamp weights": (
+        "decoupled_ppo",
+        {"rejection": {"action": "clamp", "low": 0.8, "high": 1.3}},
+        lambda x, at: decoupled(x, PROXIMAL, np.clip(W, 0.8, 1.3)),
+        tokens_mean,
+    ),
+    "reject sequences by their largest k3": (
+        "decoupled_ppo",
+        {"rejection": {"level": "sequence", "measure": "k3", "aggregate": "max", "high": 0.9}},
+        lambda x, at: decoupled(x, PROXIMAL, np.where(by_part(W - LOG_W - 1, LENGTHS, np.max) > 0.9, 0, W)),
+        tokens_mean,
+    ),
+    "reject tokens by k1": (
+        "decoupled_ppo",
+        {"rejection": {"measure": "k1", "low": -0.5, "high": 0.5}},
+        lambda x, at: decoupled(x, PROXIMAL, np.where(abs(LOG_W) > 0.5, 0, W)),
+        tokens_mean,
+    ),
+    "sampled entropy": (
+        "grpo",
+        {"entropy_coef": 0.2, "entropy_estimator": "sampled", "clip_low": 0.9, "clip_high": 99.0},
+        lambda x, at: -np.exp(x - BEHAVIOUR) * (A - 0.2 * at),
+        sequences_mean,
+    ),
+    "k3 with importance": (
+        "dapo",
+        {"kl_coef": 0.3, "kl_importance": True},
+        lambda x, at: (
+            clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.28)
+            + 0.3 * np.exp(x - BEHAVIOUR) * (np.exp(REFERENCE - x) + x - REFERENCE - 1)
+        ),
+        tokens_mean,
+    ),
+}
+
+
+def row_of(theta: torch.Tensor, **more: torch.Tensor) -> tuple[LossInputs, RowLayout]:
+    """The row with a prompt token before each turn."""
+    mask = torch.cat([torch.arange(1 + turn) > 0 for turn in TURNS])
+    lengths = [1 + TURNS[0], 2 + TURNS[1] + TURNS[2]]
+
+    def whole(values) -> torch.Tensor:
+        placed = torch.zeros(len(mask), dtype=torch.float64)
+        return placed.index_put((mask.nonzero().flatten(),), torch.as_tensor(values))
+
+    inputs = LossInputs(
+        trainer_logprobs=whole(theta),
+        inference_logprobs=whole(BEHAVIOUR),
+        teacher_logprobs=None,
+        advantages=whole(A),
+        loss_mask=mask,
+        proximal_logprobs=whole(PROXIMAL),
+        reference_logprobs=whole(REFERENCE),
+        age=whole(AGES),
+        **{name: whole(values) for name, values in more.items()},
+    )
+    return inputs, RowLayout.of_mask(mask, lengths, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient_of_every_loss_are_those_of_its_paper(name: str) -> None:
+    algorithm, changed, of_tokens, average = LOSSES[name]
+    loss = setup_loss(TrainerConfig(loss=preset(algorithm, max_tokens=40, seq_len=64)[LOSS] | changed).loss)
+    theta = torch.tensor(LOGPROBS, requires_grad=True)
+    inputs, layout = row_of(theta)
+    if loss.max_second_moment is not None:
+        squares = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs).square()
+        cutoff = largest_kept_square(squares[layout.trained_M], loss.max_second_moment)
+        inputs = dataclasses.replace(inputs, is_dropped=squares > cutoff)
+    outputs = loss.row_losses(inputs, layout)
+    assert (outputs.metrics["mismatch_kl"] > 0).all()
+    total = outputs.losses_S.sum() / (sum(LENGTHS) if loss.per_token else len(LENGTHS))
+    total.backward()
+
+    def expected(x):
+        return average(of_tokens(x, LOGPROBS))
+
+    steps = np.eye(8) * 1e-6
+    slopes = [(expected(LOGPROBS + step) - expected(LOGPROBS - step)) / 2e-6 for step in steps]
+    assert total.item() == pytest.approx(expected(LOGPROBS), rel=1e-9)
+    assert theta.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert any(slopes)
+
+
+def test_every_preset_stands_in_the_table() -> None:
+    assert {algorithm for algorithm, *_ in LOSSES.values()} == set(PRESETS) - {"default"}
+
+
+# Golden values of AReaL.
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cispo", "gspo", "decoupled_ppo"]
+    ("rejection", "expected"),
+    [
+        ({"level": "token", "high": 5}, 0.241405),
+        ({"level": "token", "action": "clamp", "high": 5}, -1.258595),
+        ({"level": "sequence", "high": 2}, 0.0),
+        ({"level": "sequence", "high": 5}, -0.30971),
+        ({"level": "sequence", "action": "clamp", "high": 2}, -0.3),
+    ],
 )
-def test_the_loss_of_a_step_matches_the_paper(algorithm) -> None:
-    loss = setup_loss(TrainerConfig(loss=preset(algorithm, max_tokens=40, seq_len=64)[LOSS]).loss)
-    with_prompts = [np.concatenate([np.zeros(1), part]) for part in by_sequence(LOGPROBS)]
-    lengths = [len(part) for part in with_prompts]
-    inputs = LossInputs(
-        trainer_logprobs=torch.tensor(np.concatenate(with_prompts)),
-        inference_logprobs=torch.tensor(
-            np.concatenate([np.concatenate([[0], part]) for part in by_sequence(BEHAVIOUR)])
-        ),
-        teacher_logprobs=None,
-        advantages=torch.tensor(np.repeat(ADVANTAGE_OF, lengths)),
-        loss_mask=torch.cat([torch.arange(length) > 0 for length in lengths]),
-    )
-    outputs = loss.row_losses(inputs, RowLayout.of_mask(inputs.loss_mask, lengths, torch.device("cpu")))
-    assert (outputs.metrics["mismatch_kl"] > 0).all()
-    total = outputs.losses_S.sum().item()
-    assert total / (sum(LENGTHS) if loss.per_token else len(LENGTHS)) == pytest.approx(numpy_loss(algorithm), rel=1e-6)
+def test_rejection_gives_the_reference_values(rejection, expected) -> None:
+    config = DecoupledLossConfig(rejection=rejection)
+    assert np.mean(losses_of(config, tokens_of())) == pytest.approx(expected, abs=2e-6)
+
+
+def test_the_loglinear_proximal_policy_gives_the_reference_values() -> None:
+    """Ages of versions -1 (unknown), 1, 4, 5 and 3 under version 5."""
+    tokens = tokens_of(theta=[-1] * 5, behave=[-2] * 5, advantages=[1] * 5, prox=[0] * 5)
+    tokens = dataclasses.replace(tokens, age=torch.tensor([0.0, 4, 1, 0, 2], dtype=torch.float64))
+    assert loglinear_proximal(tokens).tolist() == pytest.approx([-2, -1.25, -2, -2, -1.5])
+
+
+@pytest.mark.parametrize(
+    ("squares", "limit", "expected"),
+    [([0, 0.01, 0.25, 0], 0.04, 0.01), ([0.5, 0.3], 0.04, 0.3), ([0.01, 0.02], 0.04, 0.02)],
+)
+def test_the_second_moment_drops_as_few_tokens_as_possible(squares, limit, expected) -> None:
+    assert largest_kept_square(torch.tensor(squares), limit) == pytest.approx(expected)
+
+
+def test_a_soft_gate_has_slope_one_at_ratio_one() -> None:
+    for tau in (0.3, 1.0, 1.05, 4.0):
+        config = SoftLossConfig(tau_positive=tau, tau_negative=tau)
+        tokens = tokens_of(THETA, THETA, [1.0] * 4)
+        assert losses_of(config, tokens) == pytest.approx([-2 / tau] * 4)
+
+
+def test_the_exact_entropy_bonus_is_subtracted_from_the_loss_with_its_gradient() -> None:
+    config = DefaultLossConfig(entropy_coef=0.5)
+    loss, bare = setup_loss(config), setup_loss(DefaultLossConfig())
+    assert loss.trains_entropy
+    entropy = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    inputs, layout = row_of(torch.tensor(LOGPROBS), entropy=entropy)
+    with_bonus, without = (each.row_losses(inputs, layout).losses_S.sum() for each in (loss, bare))
+    assert (without - with_bonus).item() == pytest.approx(0.5 * entropy.sum().item())
+    with_bonus.backward()
+    assert entropy.grad.tolist() == [-0.5] * 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from prime_rl.configs.algorithms import (
     AdvantageConfig,
     CustomAdvantageConfig,
     NormalizedAdvantageConfig,
-    OverlongConfig,
 )
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout
@@ -50,7 +49,11 @@ class AdvantageOutputs:
     """float [P, G]. All tokens of a rollout get its advantage."""
 
 
-def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
+WeightsOf = Callable[[str], Mapping[str, float]]
+"""Weights of an environment's reward functions, by name."""
+
+
+def setup_advantage(config: AdvantageConfig | None, weights_of: WeightsOf = lambda env: {}) -> AdvantageFunction:
     """Return the configured advantage function. Without a config, the advantages are the rewards.
 
     Raises:
@@ -61,7 +64,7 @@ def setup_advantage(config: AdvantageConfig | None) -> AdvantageFunction:
     if isinstance(config, CustomAdvantageConfig):
         return partial(_call_custom, _custom_function(config.import_path), config.kwargs)
     if isinstance(config, NormalizedAdvantageConfig):
-        return partial(normalized, config=config)
+        return partial(normalized, config=config, weights_of=weights_of)
     return length_weighted if config.length_weighted_mean else centred
 
 
@@ -128,27 +131,47 @@ def _token_mean(group: Group) -> float:
     return weighted / sum(lengths)
 
 
-def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> list[list[float]]:
-    """Advantage (r - baseline) / (scale + 1e-5) of each rollout; a scale of "none" divides by 1.
+def normalized(
+    groups: Sequence[Group], config: NormalizedAdvantageConfig, weights_of: WeightsOf = lambda env: {}
+) -> list[list[float]]:
+    """Advantage (r - baseline) / scale of each rollout.
 
     - GRPO (Shao et al. 2024): mean and standard deviation of the group.
     - Dr. GRPO (Liu et al. 2025): mean of the group, no scale.
     - RLOO (Ahmadian et al. 2024): mean of the other rollouts in the group, no scale.
     - REINFORCE++ (Hu et al. 2025): mean and standard deviation of the batch.
+    - Lite PPO (Liu et al. 2025): mean of the group, standard deviation of the batch.
+    - MaxRL (Tajwar et al. 2026): mean of the group as both, so that a group counts by 1 / its success rate.
+    - GDPO (Liu et al. 2026): as GRPO for each of several rewards; their weighted sum A is then (A - mean) / scale of
+      the batch (`whiten`).
 
-    The scale is the sample standard deviation of the rewards, sqrt(sum((r - mean)^2) / (n - 1)), where r and mean are
-    those of the group or of the batch, whatever the baseline is. So do `scale_rewards = "group" | "batch" | "none"` of
+    A standard deviation is that of the sample, sqrt(sum((r - mean)^2) / (n - 1)) + 1e-5, where r and mean are those of
+    the group or of the batch, whatever the baseline is. So do `scale_rewards = "group" | "batch" | "none"` of
     `GRPOTrainer` in TRL 1.16, which adds 1e-4 to it. If the n rewards are equal, or n is 1, the scale is 1: with a
     baseline other than the group's, dividing by 1e-5 would make advantages of 100,000.
     """
-    rewards = [[shaped_reward(rollout, config.overlong) for rollout in group.rollouts] for group in groups]
+    if config.rewards == "sum":
+        advantages = _centred_and_scaled([shaped_rewards(group, config) for group in groups], config)
+    else:
+        advantages = [_of_each_reward(group, weights_of(group.example.env), config) for group in groups]
+    if not config.whiten:
+        return advantages
+    in_batch = [value for group in advantages for value in group]
+    mean, scale = _mean(in_batch), _scale(in_batch)
+    return [[(value - mean) / scale for value in group] for group in advantages]
+
+
+def _centred_and_scaled(rewards: list[list[float]], config: NormalizedAdvantageConfig) -> list[list[float]]:
     in_batch = [reward for group in rewards for reward in group]
     batch_mean, batch_scale = _mean(in_batch), _scale(in_batch)
     advantages = []
     for group in rewards:
-        mean = {"none": 0.0, "batch": batch_mean}.get(config.baseline, _mean(group))
+        own_mean = _mean(group)
+        mean = {"none": 0.0, "batch": batch_mean}.get(config.baseline, own_mean)
         centred = [reward - mean for reward in group]
         scale = {"none": 1.0, "batch": batch_scale}.get(config.scale, _scale(group))
+        if config.scale == "group_mean":
+            scale = own_mean if own_mean > 0 else math.inf  # no rollout succeeded, so none is to be imitated
         if config.baseline == "leave_one_out":
             # r_i - (sum - r_i) / (n - 1) = (r_i - mean) * n / (n - 1)
             centred = [value * len(group) / max(len(group) - 1, 1) for value in centred]
@@ -156,17 +179,59 @@ def normalized(groups: Sequence[Group], config: NormalizedAdvantageConfig) -> li
     return advantages
 
 
-def shaped_reward(rollout: Rollout, overlong: OverlongConfig | None) -> float:
-    """The reward minus a penalty for the rollout's longest completion; None applies no penalty.
+def _of_each_reward(group: Group, weights: Mapping[str, float], config: NormalizedAdvantageConfig) -> list[float]:
+    """The weighted sum of a group's advantages by each reward function. An agent has one reward, without a name.
 
-    Soft overlong punishment (Yu et al. 2025, DAPO): penalty * min(1, max(0, (L - (M - K)) / K)), where L is the number
-    of sampled tokens, M is `max_tokens` and K is `buffer_tokens`.
+    A rollout that ended with an error before it was scored has the value 0.
     """
-    if overlong is None:
-        return rollout.reward
-    longest = max((len(call.completion_ids) for call in rollout.trace.calls), default=rollout.usage_output_tokens)
-    excess = (longest - (overlong.max_tokens - overlong.buffer_tokens)) / overlong.buffer_tokens
-    return rollout.reward - overlong.penalty * min(1.0, max(0.0, excess))
+    values = {
+        name: [(rollout.metrics or {}).get(name, 0.0) for rollout in group.rollouts]
+        for name, weight in weights.items()
+        if weight
+    }
+    if not values:
+        return _centred_and_scaled([[rollout.reward for rollout in group.rollouts]], config)[0]
+    advantages = [0.0] * len(group.rollouts)
+    for name, rewards in values.items():
+        (own,) = _centred_and_scaled([rewards], config)
+        advantages = [total + weights[name] * value for total, value in zip(advantages, own, strict=True)]
+    return advantages
+
+
+def shaped_rewards(group: Group, config: NormalizedAdvantageConfig) -> list[float]:
+    """The rewards of a group with the terms for length that the config adds.
+
+    - Soft overlong punishment (Yu et al. 2025, DAPO): -penalty * min(1, max(0, (L - (M - K)) / K)), where L is the
+      number of sampled tokens of the longest completion, M is `max_tokens` and K is `buffer_tokens`.
+    - `group` (Kimi Team 2025, Kimi k1.5): with s = 0.5 - (L - shortest) / (longest - shortest) over the lengths of the
+      group, weight * s for a correct answer and weight * min(0, s) for another; 0 if all lengths are equal.
+    - `target` (Aggarwal and Welleck 2025, L1: LCPO-Exact): -weight * |L - target|.
+    """
+    rewards = [rollout.reward for rollout in group.rollouts]
+    if config.overlong is not None:
+        limit, buffer = config.overlong.max_tokens, config.overlong.buffer_tokens
+        for at, rollout in enumerate(group.rollouts):
+            longest = max(
+                (len(call.completion_ids) for call in rollout.trace.calls), default=rollout.usage_output_tokens
+            )
+            excess = (longest - (limit - buffer)) / buffer
+            rewards[at] -= config.overlong.penalty * min(1.0, max(0.0, excess))
+    rule = config.length
+    if rule is None:
+        return rewards
+    lengths = [sum(len(call.completion_ids) for call in each.trace.calls) for each in group.rollouts]
+    if rule.target_tokens is not None:
+        return [
+            reward - rule.weight * abs(length - rule.target_tokens)
+            for reward, length in zip(rewards, lengths, strict=True)
+        ]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    shares = [0.5 - (length - shortest) / spread if spread else 0.0 for length in lengths]
+    is_correct = [rollout.reward >= rule.correct_reward for rollout in group.rollouts]
+    return [
+        reward + rule.weight * (share if correct else min(0.0, share))
+        for reward, share, correct in zip(rewards, shares, is_correct, strict=True)
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -155,7 +155,7 @@ def fused_logprobs(
         product: computes `a @ b.T`.
 
     Returns:
-        Log-probabilities and entropies, float32 [N] each. The entropies have no gradient.
+        Log-probabilities and entropies, float32 [N] each.
     """
     return _FusedLogprobs.apply(hidden, weight, labels, temperatures, vocab_chunk, product)
 
@@ -188,23 +188,31 @@ class _FusedLogprobs(torch.autograd.Function):
             label_logits = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), label_logits)
         log_partition = peak + total.log()
         entropy = log_partition - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, inverse_temperatures, log_partition)
+        ctx.save_for_backward(hidden, weight, labels, inverse_temperatures, log_partition, entropy)
         ctx.vocab_chunk, ctx.product = vocab_chunk, product
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that nothing uses costs nothing
         return label_logits - log_partition, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, inverse_temperatures, log_partition = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, inverse_temperatures, log_partition, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, weight.shape[0], ctx.vocab_chunk):
             weight_slice = weight[start : start + ctx.vocab_chunk]
             logits = ctx.product(hidden, weight_slice).float() * inverse_temperatures
             inside, column = _labels_in_slice(labels, start, logits.shape[1])
-            grad_logits = (logits - log_partition[:, None]).exp().neg_()
+            log_probabilities = logits - log_partition[:, None]
+            # With probabilities p and entropy H: d logprob / dz = [z is the label] - p, and dH / dz = -p (log p + H).
+            grad_logits = log_probabilities.exp().neg_()
             grad_logits.scatter_add_(1, column[:, None], inside[:, None].float())
-            grad_logits = (grad_logits * (grad_logprobs[:, None] * inverse_temperatures)).to(weight.dtype)
+            grad_logits = grad_logits * (grad_logprobs[:, None] * inverse_temperatures)
+            if grad_entropy is not None:
+                surprise = log_probabilities.exp() * (log_probabilities + entropy[:, None])
+                grad_logits -= surprise * (grad_entropy[:, None] * inverse_temperatures)
+            grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden += ctx.product(grad_logits, weight_slice.T)
             if grad_weight is not None:

@@ -206,12 +206,19 @@ def logprobs_and_entropies(
     temperatures: Tensor,
     logits_of: LogitsOf,
     vocab_chunk: int | None,
+    trains_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels` and entropies, float32 [N] each. Without `vocab_chunk` the head is not fused."""
+    """Log-probabilities of `labels` and entropies, float32 [N] each. Without `vocab_chunk` the head is not fused.
+
+    Entropies have a gradient only with `trains_entropy`.
+    """
     head = model.get_output_embeddings()
     if vocab_chunk is not None and has_plain_logits(head, model):
-        return fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, head_product(head))
-    return _plain_logprobs(hidden, logits_of, labels, temperatures, model.config.get_text_config().vocab_size)
+        logprobs, entropies = fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, head_product(head))
+        return logprobs, entropies if trains_entropy else entropies.detach()
+    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of, trains_entropy)
+    chunk = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    return _plain_logprobs(chunk_logprobs, hidden, labels, temperatures, chunk)
 
 
 def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
@@ -221,14 +228,16 @@ def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
 
 
 def _plain_logprobs(
-    hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, vocab_size: int
+    chunk_logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
 
     Used for heads with a bias, a scale, a soft cap or an adapter.
     """
-    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of)
-    chunk = max(1, MAX_LOGITS // vocab_size)
     if len(labels) <= chunk:
         return chunk_logprobs(hidden, labels, temperatures)
     chunks = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
@@ -237,8 +246,10 @@ def _plain_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk_logprobs(logits_of: LogitsOf, hidden: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    logits_of: LogitsOf, trains_entropy: bool, hidden: Tensor, labels: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
     log_softmax = torch.log_softmax(logits_of(hidden).float() / temperatures[:, None], dim=-1)
-    with torch.no_grad():
+    with nullcontext() if trains_entropy else torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return -nn.functional.nll_loss(log_softmax, labels, reduction="none"), entropy

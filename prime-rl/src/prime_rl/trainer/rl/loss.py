@@ -16,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from prime_rl.configs.algorithms import (
     DefaultLossConfig,
     GSPOLossConfig,
     LossConfig,
-    ReferenceKLConfig,
+    MaskedLossConfig,
+    PenaltiesConfig,
+    SoftLossConfig,
     SurrogateLossConfig,
     TruncatedLossConfig,
 )
@@ -42,8 +45,10 @@ from prime_rl.utils.imports import import_function
 #
 # Each objective computes the loss l_t of every token from its advantage A_t and its probabilities under three
 # policies: the trained one (theta), the one that sampled it (behave), and the one at the start of the step (prox).
-# The caller averages the losses (`average` in the config). If the policies are equal, every objective's gradient is
-# -A_t * grad log theta_t. `sg` is stop-gradient.
+# An objective is made of parts that the config chooses one by one: the level of the ratio (`ratio_at`), what happens
+# with the ratio (one function for each `type`), the weight of stale samples (`behaviour_weight`), and terms for KL and
+# entropy (`penalties`). The caller averages the losses (`average`). If the policies are equal, every objective's
+# gradient is -A_t * grad log theta_t. `sg` is stop-gradient.
 
 
 MAX_LOG_RATIO = 20.0
@@ -55,7 +60,7 @@ class Tokens:
     """The M trained tokens of a row; every tensor is [M]."""
 
     logprobs: Tensor
-    """Log-probabilities under the trained policy; the only field with a gradient."""
+    """Log-probabilities under the trained policy; with `entropy`, the only field with a gradient."""
     inference_logprobs: Tensor
     prox_logprobs: Tensor
     advantages: Tensor
@@ -63,42 +68,114 @@ class Tokens:
     """The sequences that the tokens belong to."""
     teacher_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    turns: Sequences | None = None
+    """The turns that the tokens belong to. None: every sequence is one turn."""
+    age: Tensor | None = None
+    """Number of updates since the policy that sampled the token; 0 if unknown."""
+    entropy: Tensor | None = None
+    is_dropped: Tensor | None = None
+    """Tokens that the second moment of the whole update excludes; None if it is not limited."""
+
+    def parts(self, level: Literal["turn", "sequence"]) -> Sequences:
+        return self.sequences if level == "sequence" or self.turns is None else self.turns
 
 
 Objective = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 """Maps tokens to their losses [M] and to metrics [M] without gradient."""
 
 
-def clip_objective(tokens: Tokens, config: ClipLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def importance_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Ratio of probabilities from log-probabilities, clamped to exp(±MAX_LOG_RATIO)."""
+    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def ratio_at(tokens: Tokens, anchor: Tensor, level: Literal["token", "turn", "sequence"]) -> Tensor:
+    """Ratio of theta to the policy with log-probabilities `anchor`.
+
+    Above tokens: s = exp(mean over t of (log theta_t - anchor_t)) is the ratio of a turn or sequence, and its token t
+    has sg(s) * theta_t / sg(theta_t), with the value of s and the gradient of token t (Zheng et al. 2025, GSPO-token).
+    """
+    if level == "token":
+        return importance_ratio(tokens.logprobs, anchor)
+    parts = tokens.parts(level)
+    mean_log_ratio = parts.spread(parts.mean((tokens.logprobs - anchor).detach()))
+    return importance_ratio(mean_log_ratio + tokens.logprobs, tokens.logprobs.detach())
+
+
+def clip_objective(tokens: Tokens, config: ClipLossConfig | GSPOLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate: r_t = theta_t / behave_t, l_t = -min(r_t*A_t, clip(r_t, 1-low, 1+high)*A_t).
 
     Shared by GRPO (Shao et al. 2024, DeepSeekMath), Dr. GRPO (Liu et al. 2025, Understanding R1-Zero-Like Training),
-    DAPO (Yu et al. 2025, with high > low) and REINFORCE++ (Hu et al. 2025), which differ in how they average losses and
-    compute advantages.
+    DAPO (Yu et al. 2025, with high > low), REINFORCE++ (Hu et al. 2025), Lite PPO (Liu et al. 2025, Tricks or Traps?),
+    GDPO (Liu et al. 2026) and MaxRL (Tajwar et al. 2026), which differ in how they average losses and compute
+    advantages; and by GSPO (Zheng et al. 2025, Group Sequence Policy Optimization), at the level of the sequence.
     """
-    ratio = importance_ratio(tokens.logprobs, tokens.inference_logprobs)
+    ratio = ratio_at(tokens, tokens.inference_logprobs, config.level)
     return clipped_surrogate(ratio, tokens.advantages, (config.clip_low, config.clip_high), config.dual_clip)
 
 
-def gspo_objective(tokens: Tokens, config: GSPOLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO (Zheng et al. 2025, Group Sequence Policy Optimization), in its GSPO-token form.
+def soft_objective(tokens: Tokens, config: SoftLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAPO (Gao et al. 2025, Soft Adaptive Policy Optimization): l_t = -(4 / tau) * sigmoid(tau * (r_t - 1)) * A_t.
 
-    s = exp(mean over t of (log theta_t - log behave_t)) is the ratio of the sequence. s_t = sg(s) * theta_t /
-    sg(theta_t) has the value of s and the gradient of token t; l_t = -min(s_t*A_t, clip(s_t, 1-low, 1+high)*A_t).
+    tau is `tau_positive` where A_t > 0, else `tau_negative`. At r_t = 1 the slope is 1 for every tau.
     """
-    means_S = tokens.sequences.mean((tokens.logprobs - tokens.inference_logprobs).detach())
-    sequence_log_ratio = tokens.sequences.spread(means_S)
-    ratio = importance_ratio(sequence_log_ratio + tokens.logprobs, tokens.logprobs.detach())
-    return clipped_surrogate(ratio, tokens.advantages, (config.clip_low, config.clip_high))
+    ratio = ratio_at(tokens, tokens.inference_logprobs, config.level)
+    positive, negative = (tokens.advantages.new_tensor(tau) for tau in (config.tau_positive, config.tau_negative))
+    tau = torch.where(tokens.advantages > 0, positive, negative)
+    gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    return -gate * tokens.advantages, {"importance_ratio": ratio.detach()}
+
+
+def masked_objective(tokens: Tokens, config: MaskedLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The ratio inside of a trust region: l_t = -M_t * r_t * A_t, r_t = theta_t / behave_t.
+
+    - M2PO (Zheng et al. 2025, Prosperity before Collapse): M_t by `largest_kept_square` over the whole update.
+    - DPPO (Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning): M_t is 0 if the divergence of
+      theta from behave exceeds the limit and the loss would increase it: r_t > 1 with A_t > 0, or r_t < 1 with A_t < 0.
+      The divergence is that of two events, the token and all others, with p = behave_t and q = theta_t:
+      |p - q| (total variation), or p*log(p/q) + (1-p)*log((1-p)/(1-q)) (KL).
+    """
+    ratio = importance_ratio(tokens.logprobs, tokens.inference_logprobs)
+    own = ratio.detach()
+    if config.measure == "second_moment":
+        is_dropped = torch.zeros_like(own, dtype=torch.bool) if tokens.is_dropped is None else tokens.is_dropped
+    else:
+        p, q = tokens.inference_logprobs.exp(), tokens.logprobs.detach().exp()
+        divergence = (p - q).abs() if config.measure == "tv" else binary_kl(p, q)
+        moves_away = torch.where(tokens.advantages > 0, own > 1, (own < 1) & (tokens.advantages < 0))
+        is_dropped = (divergence > config.limit) & moves_away
+    if config.ratio_cap is not None:
+        ratio = ratio.clamp(max=config.ratio_cap)
+    losses = (-ratio * tokens.advantages).masked_fill(is_dropped, 0)
+    return losses, {"importance_ratio": own, "is_masked": is_dropped.float()}
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL divergence between two events with probabilities p and 1 - p, and q and 1 - q."""
+    tiny = torch.finfo(q.dtype).tiny  # a probability of 0 or 1 has a large divergence, not NaN
+    others = torch.xlogy(1 - p, 1 - p) - (1 - p) * (1 - q).clamp(min=tiny).log()
+    return torch.xlogy(p, p) - p * q.clamp(min=tiny).log() + others
+
+
+def largest_kept_square(squares: Tensor, limit: float) -> float:
+    """The largest squared log-ratio that stays if the mean of those that stay must be below `limit`.
+
+    The largest are left out, as few as possible; the smallest always stays (M2PO as AReaL implements it).
+    """
+    ascending = squares.double().sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, dtype=torch.float64, device=squares.device)
+    # The means of ascending values ascend too.
+    return ascending[max(int((means < limit).sum()), 1) - 1].item()
 
 
 def truncated_objective(tokens: Tokens, config: TruncatedLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with truncated importance weights: l_t = -sg(clip(theta_t / behave_t, low, high)) * A_t * log theta_t.
 
     CISPO (MiniMax 2025, MiniMax-M1) averages it over tokens. RLOO (Ahmadian et al. 2024, Back to Basics) sums it over
-    the sequence and uses leave-one-out advantages; as published, it is on-policy, so all weights are 1.
+    the sequence and uses leave-one-out advantages; as published, it is on-policy, so all weights are 1. AIPO (Wu et al.
+    2025, LlamaRL) truncates above only.
     """
-    weight = importance_ratio(tokens.logprobs.detach(), tokens.inference_logprobs)
+    weight = ratio_at(tokens, tokens.inference_logprobs, config.level).detach()
     kept = weight.clamp(config.weight_low, config.weight_high)
     return -kept * tokens.advantages * tokens.logprobs, {
         "importance_ratio": weight,
@@ -109,21 +186,61 @@ def truncated_objective(tokens: Tokens, config: TruncatedLossConfig) -> tuple[Te
 def decoupled_objective(tokens: Tokens, config: DecoupledLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Decoupled PPO (Hilton et al. 2022, Batch size-invariance for policy optimization; Fu et al. 2025, AReaL).
 
-    rho_t = theta_t / prox_t, w_t = prox_t / behave_t (a constant; 0 above the cap),
+    rho_t = theta_t / prox_t, w_t = prox_t / behave_t (a constant; see `behaviour_weight`),
     l_t = -w_t * min(rho_t*A_t, clip(rho_t, 1-low, 1+high)*A_t). Tokens with weight 0 still count in the average.
+    With weights kept between two bounds it is IcePop (Ling Team 2025, Every Step Evolves).
     """
-    ratio = importance_ratio(tokens.logprobs, tokens.prox_logprobs)
+    if config.proximal == "loglinear":
+        tokens = dataclasses.replace(tokens, prox_logprobs=loglinear_proximal(tokens))
+    ratio = ratio_at(tokens, tokens.prox_logprobs, config.level)
     clip = (config.clip_low, config.clip_high)
     losses, metrics = clipped_surrogate(ratio, tokens.advantages, clip, config.dual_clip)
-    weight = importance_ratio(tokens.prox_logprobs, tokens.inference_logprobs)
-    cap = torch.inf if config.behaviour_weight_cap is None else config.behaviour_weight_cap
-    kept = torch.where(weight > cap, 0.0, weight)
-    return kept * losses, metrics | {"behave_weight": weight, "is_masked": (weight > cap).float()}
+    weight, of_weight = behaviour_weight(tokens, config)
+    return weight * losses, metrics | of_weight
 
 
-def importance_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Ratio of probabilities from log-probabilities, clamped to exp(±MAX_LOG_RATIO)."""
-    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def loglinear_proximal(tokens: Tokens) -> Tensor:
+    """Log-probabilities of the policy one update ago, between behave and theta by the sample's age d: log behave_t +
+    (d-1)/d * (log theta_t - log behave_t), and log behave_t for d = 0 (AReaL's `loglinear`)."""
+    if tokens.age is None:
+        return tokens.inference_logprobs
+    share = ((tokens.age - 1) / tokens.age.clamp(min=1)).clamp(0, 1)
+    return tokens.inference_logprobs + share * (tokens.logprobs.detach() - tokens.inference_logprobs)
+
+
+def behaviour_weight(tokens: Tokens, config: DecoupledLossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weight of stale tokens, w_t = prox_t / behave_t, after `config.rejection`, and its metrics.
+
+    With a ratio of turns or sequences, all of their tokens have that weight. With a KL estimate, the bounds decide
+    which tokens stay, and each keeps the weight of its own.
+    """
+    log_weight = (tokens.prox_logprobs - tokens.inference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rule = config.rejection
+    if rule is None:
+        weight = log_weight.exp()
+        cap = torch.inf if config.behaviour_weight_cap is None else config.behaviour_weight_cap
+        is_out = (weight > cap) | (weight < config.behaviour_weight_floor)
+        return torch.where(is_out, 0.0, weight), {"behave_weight": weight, "is_masked": is_out.float()}
+
+    def of_parts(values: Tensor) -> Tensor:
+        if rule.level == "token":
+            return values
+        parts = tokens.parts(rule.level)
+        aggregate = {"mean": parts.mean, "sum": parts.sum, "max": parts.max}[rule.aggregate]
+        return parts.spread(aggregate(values))
+
+    if rule.measure == "ratio":
+        bounded = weight = of_parts(log_weight).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    else:
+        weight = log_weight.exp()
+        estimates = {"k1": -log_weight, "k2": log_weight.square() / 2, "k3": weight - log_weight - 1}
+        bounded = of_parts(estimates[rule.measure])
+    low = -torch.inf if rule.low is None else rule.low
+    high = torch.inf if rule.high is None else rule.high
+    is_out = (bounded < low) | (bounded > high)
+    kept = weight.clamp(max(low, 0.0), high) if rule.action == "clamp" else torch.where(is_out, 0.0, weight)
+    name = "is_clamped" if rule.action == "clamp" else "is_masked"
+    return kept, {"behave_weight": weight, name: is_out.float()}
 
 
 def clipped_surrogate(
@@ -138,35 +255,47 @@ def clipped_surrogate(
     return losses, {"importance_ratio": ratio.detach(), "is_clipped": (losses > plain).float()}
 
 
-def reference_kl(tokens: Tokens, config: ReferenceKLConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The penalty on KL(theta || reference): what it adds to advantages and losses, both [M], and metrics.
+def penalties(tokens: Tokens, config: PenaltiesConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What the KL penalty and the entropy bonus add to advantages and losses, both [M], and metrics.
 
     With d = log theta_t - log ref_t, Schulman 2020 (Approximating KL Divergence) estimates a token's divergence by
     k1 = d, k2 = d^2 / 2 and k3 = exp(-d) + d - 1. The gradient of k1 as a loss is zero on average, so k1 lowers the
     advantage instead (Ouyang et al. 2022, InstructGPT). k2 and k3 are losses (k3: Shao et al. 2024, DeepSeekMath).
     `kl_importance` multiplies these by theta_t / behave_t (DeepSeek-AI 2025, DeepSeek-V3.2).
+
+    The entropy of a token's distribution has the gradient -E[log theta_t * grad log theta_t] over sampled tokens. So
+    `sampled` adds -log theta_t to the advantage, and `exact` subtracts the entropy itself from the loss.
     """
-    none = torch.zeros_like(tokens.advantages)
-    if tokens.reference_logprobs is None or config.kl_coef == 0:
-        return none, none, {}
-    difference = (tokens.logprobs - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = (-difference).exp() + difference - 1
-    metrics = {"reference_kl": tokens.sequences.mean(k3.detach())}
-    if config.kl_estimator == "k1":
-        return -config.kl_coef * difference.detach(), none, metrics
-    divergence = k3 if config.kl_estimator == "k3" else difference.square() / 2
-    if config.kl_importance:
-        divergence = divergence * importance_ratio(tokens.logprobs, tokens.inference_logprobs)
-    return none, config.kl_coef * divergence, metrics
+    to_advantages = to_losses = torch.zeros_like(tokens.advantages)
+    metrics = {}
+    if tokens.reference_logprobs is not None and config.kl_coef > 0:
+        difference = (tokens.logprobs - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        k3 = (-difference).exp() + difference - 1
+        metrics["reference_kl"] = tokens.sequences.mean(k3.detach())
+        if config.kl_estimator == "k1":
+            to_advantages = -config.kl_coef * difference.detach()
+        else:
+            divergence = k3 if config.kl_estimator == "k3" else difference.square() / 2
+            if config.kl_importance:
+                divergence = divergence * importance_ratio(tokens.logprobs, tokens.inference_logprobs)
+            to_losses = config.kl_coef * divergence
+    if config.entropy_coef > 0:
+        if config.entropy_estimator == "sampled":
+            to_advantages = to_advantages - config.entropy_coef * tokens.logprobs.detach()
+        elif tokens.entropy is not None:
+            to_losses = to_losses - config.entropy_coef * tokens.entropy
+    return to_advantages, to_losses, metrics
 
 
 def objective_of(config: SurrogateLossConfig) -> Objective:
     """The objective for a loss config."""
     match config:
-        case ClipLossConfig():
+        case ClipLossConfig() | GSPOLossConfig():
             return lambda tokens: clip_objective(tokens, config)
-        case GSPOLossConfig():
-            return lambda tokens: gspo_objective(tokens, config)
+        case SoftLossConfig():
+            return lambda tokens: soft_objective(tokens, config)
+        case MaskedLossConfig():
+            return lambda tokens: masked_objective(tokens, config)
         case TruncatedLossConfig():
             return lambda tokens: truncated_objective(tokens, config)
         case DecoupledLossConfig():
@@ -193,6 +322,12 @@ class LossInputs:
     """Log-probabilities under the policy at the start of the step; None if that is still the trained policy."""
     reference_logprobs: Tensor | None = None
     """Log-probabilities under the model that `[trainer.reference]` chooses; None without that section."""
+    age: Tensor | None = None
+    """Number of updates since the policy that sampled the token; 0 if unknown."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution that each token is drawn from. It has a gradient if `entropy_coef` needs one."""
+    is_dropped: Tensor | None = None
+    """Tokens that the second moment of the whole update excludes; None if it is not limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +359,10 @@ class Loss:
     """Uses only log-probabilities inside the mask, so that others need not be computed."""
     needs_proximal: bool = False
     """Uses the log-probabilities of the policy at the start of the step."""
+    max_second_moment: float | None = None
+    """Limit of the mean squared log-ratio of an update, which decides before it which tokens are dropped."""
+    trains_entropy: bool = False
+    """Uses the gradient of the entropy."""
     stats: Stats | None = None
     """Values that a custom loss with a parameter `stats` records."""
 
@@ -238,12 +377,21 @@ def setup_loss(config: LossConfig) -> Loss:
         function, stats = custom_function(config)
         row_losses = functools.partial(custom_losses, function=function)
         return Loss(row_losses, per_token=False, masked_in_only=False, stats=stats)
+    trains_entropy = config.entropy_coef > 0 and config.entropy_estimator == "exact"
     if isinstance(config, DefaultLossConfig):
         of_tokens = functools.partial(default_losses, config=config)
-        return Loss(_on_tokens(of_tokens), per_token=config.ratio_type == "token", masked_in_only=True)
+        per_token = config.ratio_type == "token"
+        return Loss(_on_tokens(of_tokens), per_token, masked_in_only=True, trains_entropy=trains_entropy)
     of_tokens = functools.partial(surrogate_losses, objective=objective_of(config), config=config)
-    per_token, needs_proximal = config.average == "token", isinstance(config, DecoupledLossConfig)
-    return Loss(_on_tokens(of_tokens), per_token, masked_in_only=True, needs_proximal=needs_proximal)
+    limit = config.limit if isinstance(config, MaskedLossConfig) and config.measure == "second_moment" else None
+    return Loss(
+        _on_tokens(of_tokens),
+        per_token=config.average == "token",
+        masked_in_only=True,
+        needs_proximal=isinstance(config, DecoupledLossConfig) and config.proximal == "recomputed",
+        max_second_moment=limit,
+        trains_entropy=trains_entropy,
+    )
 
 
 def _on_tokens(losses: Callable[[Tokens], RowLosses]) -> Callable[[LossInputs, RowLayout], RowLosses]:
@@ -256,16 +404,22 @@ def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
     def trained(values_T: Tensor) -> Tensor:
         return values_T.index_select(0, layout.trained_M)
 
+    def if_given(values_T: Tensor | None) -> Tensor | None:
+        return None if values_T is None else trained(values_T)
+
     logprobs = trained(inputs.trainer_logprobs)
-    proximal, teacher, reference = inputs.proximal_logprobs, inputs.teacher_logprobs, inputs.reference_logprobs
     return Tokens(
         logprobs,
         trained(inputs.inference_logprobs),
-        logprobs.detach() if proximal is None else trained(proximal),
+        logprobs.detach() if inputs.proximal_logprobs is None else trained(inputs.proximal_logprobs),
         trained(inputs.advantages),
         layout.sequences,
-        None if teacher is None else trained(teacher),
-        None if reference is None else trained(reference),
+        if_given(inputs.teacher_logprobs),
+        if_given(inputs.reference_logprobs),
+        layout.turns,
+        if_given(inputs.age),
+        if_given(inputs.entropy),
+        if_given(inputs.is_dropped),
     )
 
 
@@ -312,7 +466,7 @@ def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs
 
 def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogateLossConfig) -> RowLosses:
     """Losses for a published objective, before division by the step's tokens or sequences."""
-    to_advantages, to_losses, of_reference = reference_kl(tokens, config)
+    to_advantages, to_losses, of_penalties = penalties(tokens, config)
     losses, metrics = objective(dataclasses.replace(tokens, advantages=tokens.advantages + to_advantages))
     sums_S = tokens.sequences.sum(losses + to_losses)
     if config.average == "sequence":
@@ -320,7 +474,7 @@ def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogate
     elif config.average == "constant":
         sums_S = sums_S / config.constant_tokens
     mismatch = mismatch_kl(tokens.logprobs.detach() - tokens.inference_logprobs)
-    return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **of_reference, **metrics})
+    return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **of_penalties, **metrics})
 
 
 def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
@@ -329,9 +483,9 @@ def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
     log_ratio = tokens.logprobs.detach() - tokens.inference_logprobs
     ratio = log_ratio.exp()
     dropped, metrics = _trust_region_mask(tokens, log_ratio, ratio, config)
-    to_advantages, to_losses, of_reference = reference_kl(tokens, config)
+    to_advantages, to_losses, of_penalties = penalties(tokens, config)
     bonus = config.adv_tau * tokens.advantages + to_advantages
-    metrics |= of_reference
+    metrics |= of_penalties
     if tokens.teacher_logprobs is not None:
         teacher_gap = tokens.teacher_logprobs - tokens.logprobs.detach()
         bonus = bonus + config.teacher_tau * teacher_gap

@@ -87,13 +87,24 @@ class RowLayout:
     """Index of each trained token in the row."""
     sequences: Sequences
     """Those with trained tokens."""
+    turns: Sequences
+    """Their turns: runs of trained tokens, between tokens of prompts and environments."""
 
     @classmethod
     def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
         """`loss_mask_T` is on the host; the result's tensors are on `device`."""
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
         trained = to_device(loss_mask_T.nonzero().flatten(), device)
-        return cls(lengths, num_trained, trained, Sequences.of_lengths([each for each in num_trained if each], device))
+        sequences = Sequences.of_lengths([each for each in num_trained if each], device)
+        of_turns = [run for mask in loss_mask_T.split(lengths) for run in _runs(mask)]
+        turns = sequences if len(of_turns) == len(sequences) else Sequences.of_lengths(of_turns, device)
+        return cls(lengths, num_trained, trained, sequences, turns)
+
+
+def _runs(mask_T: Tensor) -> list[int]:
+    """Lengths of the runs of true elements."""
+    edges = np.flatnonzero(np.diff(mask_T.numpy().astype(np.int8), prepend=0, append=0))
+    return (edges[1::2] - edges[::2]).tolist()
 
 
 def sequence_lengths(position_ids: Tensor) -> list[int]:
@@ -122,8 +133,12 @@ class Row:
     teacher_logprobs: Tensor | None
     versions: Tensor
     """Oldest policy version that sampled the token's sequence; -1 if unknown."""
+    age: Tensor | None = None
+    """Number of updates since that version, 0 if unknown. None if the trained version was not given."""
     minibatch: int = 0
     """Index of the optimizer update within the step that this row belongs to."""
+    is_dropped: Tensor | None = None
+    """Tokens that the loss leaves out because of the second moment of the update; None if it is not limited."""
     proximal_logprobs: Tensor | None = None
     """Log-probabilities under the policy at the start of the step; None if the loss does not need them."""
     reference_logprobs: Tensor | None = None
@@ -132,12 +147,15 @@ class Row:
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
 
     @classmethod
-    def from_message(cls, message: MicroBatch, device: torch.device) -> Row:
+    def from_message(cls, message: MicroBatch, device: torch.device, version: int | None = None) -> Row:
+        """`version` is the policy version that the row trains."""
+
         def floats(values: list[float]) -> Tensor:
             return to_device(torch.tensor(values, dtype=torch.float32), device)
 
         # Counted on the host, to avoid synchronizing with the GPU.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
+        versions = message.versions or [-1] * len(message.input_ids)
         return cls(
             layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device),
             input_ids=to_device(torch.tensor(message.input_ids), device),
@@ -147,7 +165,8 @@ class Row:
             inference_logprobs=floats(message.inference_logprobs),
             temperatures=floats(message.temperatures),
             teacher_logprobs=None if message.teacher_logprobs is None else floats(message.teacher_logprobs),
-            versions=to_device(torch.tensor(message.versions or [-1] * len(message.input_ids)), device),
+            versions=to_device(torch.tensor(versions), device),
+            age=None if version is None else floats([max(version - own, 0) if own >= 0 else 0 for own in versions]),
             minibatch=message.minibatch,
             kept_as=message.kept_as,
         )
@@ -172,8 +191,12 @@ def vocab_chunk_of(config: ModelConfig) -> int | None:
     return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
 
 
-def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: int | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (with gradient) and entropies of the tokens at the indices `targets`; both float32 [T].
+def score_row(
+    model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: int | None, trains_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the tokens at the indices `targets`; both float32 [T].
+
+    Log-probabilities have a gradient, entropies only with `trains_entropy`.
 
     Entry t belongs to token t, which the model predicts at t - 1 with the temperature of t - 1. Entries that are not
     targets have the values of a uniform distribution.
@@ -182,7 +205,9 @@ def score_row(model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: in
     labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
 
     def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropies(model, hidden[targets - 1], labels, temperatures, logits_of, vocab_chunk)
+        return logprobs_and_entropies(
+            model, hidden[targets - 1], labels, temperatures, logits_of, vocab_chunk, trains_entropy
+        )
 
     scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
     log_vocab = math.log(model.config.get_text_config().vocab_size)

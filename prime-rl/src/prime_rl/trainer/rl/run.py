@@ -165,7 +165,7 @@ class RLTrainer:
         self.beats.say(f"step {step}: reading the batch")
         with self.times("load_data"):
             return [
-                Row.from_message(message, self.process.device)
+                Row.from_message(message, self.process.device, version=self.progress.step)
                 for message in self.components.batches.take(self.progress.step)
             ]
 
@@ -193,6 +193,9 @@ class RLTrainer:
             for minibatch in self._minibatches(rows):
                 self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
                 sizes.append(StepSize.from_rows(minibatch, self.components.data_axis))
+                limit = self.components.forward_backward.loss.max_second_moment
+                if limit is not None:
+                    minibatch = self.components.forward_backward.with_second_moment(minibatch, limit)
                 values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
                 grad_norms.append(self._update_weights())
             self.components.state.policy.scheduler.step()

@@ -22,7 +22,7 @@ from prime_rl.trainer.model.lora import without_adapters
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.rl.loss import Loss, LossInputs
+from prime_rl.trainer.rl.loss import Loss, LossInputs, largest_kept_square
 from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.utils.logger import get_logger
@@ -109,7 +109,9 @@ class ForwardBackward:
             if self._reduces_once:
                 assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(index == len(rows))
-            logprobs, entropy = score_row(self.model, row, self._targets(row), self.vocab_chunk)
+            logprobs, entropy = score_row(
+                self.model, row, self._targets(row), self.vocab_chunk, self.loss.trains_entropy
+            )
             inputs = LossInputs(
                 trainer_logprobs=logprobs,
                 inference_logprobs=row.inference_logprobs,
@@ -118,6 +120,9 @@ class ForwardBackward:
                 loss_mask=row.loss_mask,
                 proximal_logprobs=row.proximal_logprobs,
                 reference_logprobs=row.reference_logprobs,
+                age=row.age,
+                entropy=entropy,
+                is_dropped=row.is_dropped,
             )
             losses = self.loss.row_losses(inputs, row.layout) if row.trained_tokens else None
             # The backward pass is a collective, so rows without a trained sequence take part in it too.
@@ -138,6 +143,22 @@ class ForwardBackward:
         with torch.no_grad():
             scored = [self._own_logprobs(row) for row in rows]
         return [dataclasses.replace(row, proximal_logprobs=own) for row, own in zip(rows, scored, strict=True)]
+
+    def with_second_moment(self, rows: Sequence[Row], limit: float) -> list[Row]:
+        """Return the rows of an update with `is_dropped`, for a mean squared log-ratio below `limit`. Collective.
+
+        The mean is that of all ranks, so that it does not depend on how samples are packed.
+        """
+        with torch.no_grad():
+            squares = [(self._own_logprobs(row) - row.inference_logprobs).square() for row in rows]
+        own = [values[row.layout.trained_M] for values, row in zip(squares, rows, strict=True)]
+        gathered = self.data_axis.gather(torch.cat(own).cpu())
+        # The others get the cutoff as their share of a sum.
+        every = torch.cat(gathered) if gathered is not None else torch.zeros(0)
+        cutoff = largest_kept_square(every, limit) if every.numel() else 0.0
+        (cutoff,) = self.data_axis.sum([cutoff], self.process.device)
+        dropped = [values > cutoff for values in squares]
+        return [dataclasses.replace(row, is_dropped=own) for row, own in zip(rows, dropped, strict=True)]
 
     def with_reference(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with `reference_logprobs`. Collective."""
@@ -168,7 +189,7 @@ def _of_trained_tokens(inputs: LossInputs, entropy: Tensor, row: Row) -> dict[st
     return {
         "trainer_probs": inputs.trainer_logprobs.detach()[trained_M].exp(),
         "inference_probs": inputs.inference_logprobs[trained_M].exp(),
-        "entropy": entropy[trained_M],
+        "entropy": entropy.detach()[trained_M],
     }
 
 
