@@ -98,7 +98,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "aria_text emu3 fuyu gemma3n gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
         "musicgen_melody phi4_multimodal qwen4_exp".split()
     ),
-    "Checkpoints with a vision tower, described above": ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"),
+    "Checkpoints with a vision tower, in the second table": ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"),
 }
 
 
@@ -116,6 +116,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.family}, {self.detail}" if self.detail else self.family
+
+    @property
+    def has_other_weights(self) -> bool:
+        """Whether its weights have other names than those of the family, or it is the family."""
+        return self.detail in ("", "tied head", "biases")
 
 
 def families() -> list[str]:

@@ -8,26 +8,37 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import peft
 import torch
 from model_cases import LEFT_OUT, ORIGINAL_CONTEXT, SEQ_LEN, VOCABULARY, WINDOW, Case, cases, save_tiny_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from prime_rl.checks.model_description import SEPARABLE_FAMILIES
-from prime_rl.configs.trainer import ModelConfig
+from prime_rl.configs.model import ALL_LINEAR
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig, WeightCheckpointConfig
 from prime_rl.inference.embedded.engine.common_start import CommonStart
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
 from prime_rl.inference.embedded.engine.scheduler import EngineLimits
 from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.trainer.checkpoints.weights import export_model, save_adapter
 from prime_rl.trainer.kernels.attention import FLEX
 from prime_rl.trainer.model.build import check_scoring, setup_model
-from prime_rl.trainer.model.scoring import enable_scoring
+from prime_rl.trainer.model.loading import put_own
+from prime_rl.trainer.model.lora import gather_adapter, lost_in_peft
+from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
@@ -59,6 +70,14 @@ float32 on a CPU.
 | trainer | one packed row of three groups with shared prompts, with the mode and the attention of RL on a CPU |
 | flex | the forward pass with flex attention, which the trainer selects on GPUs without flash attention |
 | embedded engine | several samples of two prompts, decoded together, then a second turn on kept prefixes |
+| export round trip | the export of a model with trained adapters, merged, and the checkpoint |
+| LoRA in PEFT | the adapter of the same model in PEFT on the published class, also merged by PEFT |
+
+An export is *equal* if it has every tensor of the checkpoint under the hub's name, bit for bit where no adapter is, and
+Transformers loads it as the same class, with the trainer's log-probabilities. Adapters are at every linear layer
+(`target_modules = ["all-linear", "experts"]`). *Without experts* means that adapters of experts are refused (the line
+names what to remove), or that PEFT does not load them (a warning at the start says so; merged weights hold them).
+*As its family* stands where the weights have the same names and shapes.
 
 In the flex column, *not used* means that Transformers has no flex attention for the family, and *needs a GPU* that its
 attention has sinks.
@@ -71,15 +90,6 @@ the trainer, `inference.model.max_model_len` in the engine. An RL run in which t
 
 RL trains without dropout and router jitter. SFT applies those of the model's config, and `model.lora.dropout`.
 
-Of a checkpoint with a vision tower, the language part is trained alone, and the tower stays on the disk. An export is
-the whole checkpoint again: the same class, names and processor files, the tower's tensors bit for bit. The families are
-{", ".join(sorted(SEPARABLE_FAMILIES))}. The embedded engine
-serves the language part too. Adapters have the module names of the whole class, so PEFT and vLLM load them on it.
-Images in the data are not supported yet.
-`model.language_model_only = true` exports the language part alone, as its causal class; with
-`inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules
-(qwen3_5) in bfloat16 only.
-
 Hybrid models have layers that carry a state from token to token: gated delta rules, state spaces, short convolutions.
 Packed rows keep their samples apart. The embedded engine holds one state for each running sequence, and reuses no
 prefix: the column compares second turns that are computed from their first token. Adapters may be on all linear layers
@@ -91,7 +101,24 @@ loads exports too, except those of models with rotary frequencies for each kind 
 """
 
 
-TABLE_HEAD = "| family | trainer | flex | embedded engine |\n|---|---|---|---|"
+COLUMNS = ("trainer", "flex", "embedded engine", "export round trip", "LoRA in PEFT")
+TABLE_HEAD = f"| family | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|"
+WHOLE_HEAD = """\
+## Checkpoints with a vision tower
+
+Of a checkpoint with a vision tower, the language part is trained alone, and the tower stays on the disk. An export is
+the whole checkpoint again: the same class, names and processor files, the tower's tensors bit for bit. The embedded
+engine serves the language part too. Adapters have the module names of the whole class, so PEFT and vLLM load them on
+it. Images in the data are not supported yet.
+
+`model.language_model_only = true` exports the language part alone, as its causal class; with
+`inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules
+(qwen3_5) in bfloat16 only.
+
+| family | trainer | embedded engine | export round trip | LoRA in PEFT |
+|---|---|---|---|---|"""
+WITHOUT_EXPERTS = "equal, without experts"
+AS_FAMILY = "as its family"
 
 
 @dataclass(frozen=True)
@@ -101,6 +128,8 @@ class Outcome:
     trainer: str
     flex: str
     engine: str
+    export: str
+    adapter: str
 
 
 def outcome_of(case: Case, mesh: Mesh) -> Outcome:
@@ -111,20 +140,29 @@ def outcome_of(case: Case, mesh: Mesh) -> Outcome:
             trainer=_outcome(lambda: _compare_trainer(case, directory, reference, mesh)),
             flex=_outcome(lambda: _compare_flex(case, directory, reference, mesh)),
             engine=_outcome(lambda: _compare_engine(case, directory, reference)),
+            # Last, because PEFT changes the reference.
+            **(_export_outcomes(case, directory, reference, mesh) if case.has_other_weights else _AS_FAMILY),
         )
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
     """The document, from the outcome of each case by name."""
-    rows = [f"| {name} | {found.trainer} | {found.flex} | {found.engine} |" for name, found in outcomes.items()]
+    rows = [f"| {name} | {' | '.join(astuple(found))} |" for name, found in outcomes.items()]
     left_out = [f"- {reason}: {', '.join(sorted(names))}." for reason, names in LEFT_OUT.items()]
     table = "\n".join([TABLE_HEAD, *rows])
-    return f"{INTRODUCTION}{table}\n\n## Not in the table\n\n" + "\n".join(left_out) + "\n"
+    whole = [f"| {name} | {' | '.join(columns_of_whole(name))} |" for name in sorted(SEPARABLE_FAMILIES)]
+    return "\n".join([f"{INTRODUCTION}{table}\n\n{WHOLE_HEAD}", *whole, "\n## Not in the table\n", *left_out, ""])
+
+
+def columns_of_whole(family: str) -> tuple[str, ...]:
+    """What the page says about a checkpoint with a vision tower; `test_language_parts.py` compares."""
+    return ("equal", "equal", "equal", WITHOUT_EXPERTS if family.endswith("_moe") else "equal")
 
 
 def outcomes_on(text: str) -> dict[str, Outcome]:
     """The outcomes that a page shows, by the name of the case."""
     _, _, table = text.partition(TABLE_HEAD)
+    table, _, _ = table.partition("\n\n")
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return {name: Outcome(*found) for name, *found in rows}
 
@@ -219,6 +257,91 @@ def _check_logprobs(ours: Tensor, expected: Tensor) -> None:
     largest = float((ours - expected).detach().abs().max())
     if not largest < TOLERANCE:
         raise Different(f"log-probabilities by {largest:.1e} nats")
+
+
+_AS_FAMILY = {"export": AS_FAMILY, "adapter": AS_FAMILY}
+
+
+def _export_outcomes(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> dict[str, str]:
+    """What the columns of exports and adapters say: with adapted experts, without them, or for a model without LoRA."""
+    export, found = directory / "export", dict[str, str]()
+    for targets in ([ALL_LINEAR, "experts"], [ALL_LINEAR], []):
+        lora = LoRAConfig(rank=4, alpha=8.0, target_modules=targets) if targets else None
+        try:
+            model = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len, lora=lora), mesh)
+        except ModelError as refusal:
+            found["adapter" if targets else "export"] = f"refused: {refusal}"
+            continue
+        if lora is not None:
+            draw_trained(model)
+        expected = score(model, torch.arange(3, 3 + min(40, case.seq_len)))
+        if "export" not in found:
+            found["export"] = _outcome(partial(_compare_export, case, model, directory, export, expected))
+        if lora is None:
+            break
+        if lost := lost_in_peft(model):
+            found["adapter"] = f"PEFT does not load {lost}"
+            if len(targets) > 1:
+                continue
+            break
+        save_adapter(gather_adapter(model, torch.float32), export / "lora_adapters")
+        found["adapter"] = _outcome(partial(_compare_adapter, case, reference, export / "lora_adapters", expected))
+        if found["adapter"] == "equal" and len(targets) == 1:
+            found["adapter"] = WITHOUT_EXPERTS
+        break
+    return found
+
+
+@torch.no_grad()
+def draw_trained(model: PreTrainedModel) -> None:
+    """Change what a model with adapters trains, by random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (each for each in model.parameters() if each.requires_grad and isinstance(each, DTensor)):
+        put_own(parameter, parameter.full_tensor() + 0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The trainer's log-probabilities of all words after each of `tokens`."""
+    positions = torch.arange(len(tokens))[None]
+    logits: Tensor = score_tokens(model, tokens[None], positions, lambda hidden, logits_of: logits_of(hidden))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward pass, weights stay gathered
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def _by_transformers(case: Case, model: Any, count: int) -> Tensor:
+    filled = [*range(3, 3 + count), *[3] * (case.seq_len - count if case.rope_depends_on_length else 0)]
+    logits: Tensor = model(input_ids=torch.tensor([filled]), use_cache=False).logits[0, :count]
+    return logits.log_softmax(-1)
+
+
+def _compare_export(case: Case, model: PreTrainedModel, directory: Path, export: Path, expected: Tensor) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    export_model(model, tokenizer, export, WeightCheckpointConfig(), torch.float32)
+    before, after = (load_file(folder / "model.safetensors") for folder in (directory, export))
+    if others := before.keys() ^ after.keys():
+        raise Different(f"tensors {', '.join(sorted(others))}")
+    # Adapters are at matrices alone.
+    changed = [name for name in before if before[name].ndim < 2 and not torch.equal(before[name], after[name])]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        export, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    reloaded, report = loaded
+    if changed or any(report.values()) or type(model).__name__ != f"FSDP{type(reloaded).__name__}":
+        raise Different(f"{type(reloaded).__name__}, {report}, {changed}")
+    _check_logprobs(_by_transformers(case, reloaded.eval(), len(expected)), expected)
+
+
+def _compare_adapter(case: Case, reference: PreTrainedModel, adapter: Path, expected: Tensor) -> None:
+    before = _by_transformers(case, reference, len(expected))
+    loaded: Any = peft.PeftModel.from_pretrained(reference, adapter)
+    for model in (loaded.eval(), loaded.merge_and_unload()):
+        _check_logprobs(_by_transformers(case, model, len(expected)), expected)
+    if not (before - expected).abs().max() > 100 * TOLERANCE:
+        raise Different("nothing: the adapter has no effect")
 
 
 def _sample(prompt: list[int], completion: list[int]) -> TrainingSample:

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -451,6 +453,23 @@ def test_unknown_names_are_one_line_with_the_nearest_ones(
     assert "matches no module that can be adapted: experts" in fault(target_modules=["experts"])
     assert "lm_head shares its weight with model.embed_tokens" in fault(target_modules=["q_proj", "lm_head"])
     assert "can only be adapted together" in fault(moe_model_dir, target_modules=["q_proj", "up_proj"])
+
+
+def test_all_linear_leaves_out_the_head_and_layers_whose_weight_is_read_without_a_call(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    def adapted(directory: Path, *targets: str) -> set[str]:
+        model = setup_model(config_of(directory, {"target_modules": list(targets)}), mesh)
+        return {path.split(".")[-2] for path, module in model.named_modules() if isinstance(module, LowRank)}
+
+    linear = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapted(tiny_model_dir, "all-linear") == linear
+    sizes = {"vocab_size": 128, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    # A kernel takes the weights of the others.
+    assert adapted(tmp_path, "all-linear") == {"in_proj"}
+    with pytest.raises(ModelError, match=r"reads the weight of \S+\.out_proj without calling it"):
+        adapted(tmp_path, "in_proj", "out_proj")
 
 
 def test_flops_of_frozen_weights_exclude_their_gradient(tiny_model_dir: Path, mesh: Mesh) -> None:

@@ -34,6 +34,10 @@ AttentionKernel = Annotated[
 ]
 
 
+ALL_LINEAR = "all-linear"
+"""Name in `target_modules` of every linear layer but the head."""
+
+
 def is_regex(pattern: str) -> bool:
     """Whether a pattern for module names is a regular expression; without these characters it is a plain name."""
     return not frozenset("\\^$*+?{}[]|()").isdisjoint(pattern)
@@ -87,7 +91,7 @@ class LoRAConfig(BaseConfig):
             "experts",
         ]
     )
-    """Modules that get an adapter: names, or regular expressions."""
+    """Modules that get an adapter: names, or regular expressions. `all-linear` is every linear layer but the head."""
 
     modules_to_save: list[str] = Field([])
     """Modules that are trained in full: names, or regular expressions."""

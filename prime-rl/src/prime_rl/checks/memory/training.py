@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal
 
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
-from prime_rl.configs.model import DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, is_regex
+from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, is_regex
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
 # that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
@@ -68,6 +68,8 @@ def is_target(lora: LoRAConfig, path: str) -> bool:
     """Whether a module gets an adapter, by the rules of `trainer/model/lora.py`."""
 
     def matches(pattern: str) -> bool:
+        if pattern == ALL_LINEAR:
+            return not path.endswith("experts")
         return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."
 
     return any(map(matches, lora.target_modules)) and not any(map(matches, lora.modules_to_save))

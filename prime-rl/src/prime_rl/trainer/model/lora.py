@@ -7,6 +7,7 @@ Exports are in PEFT's format, which PEFT and vLLM load directly.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
-from prime_rl.configs.model import LoRAConfig, is_regex
+from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, is_regex
 from prime_rl.trainer.model.loading import Index, index_of, put, put_own
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
@@ -62,25 +64,31 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
         ModelError: a name matches no module, or a module that cannot be adapted.
     """
     owners = {path: module for path, module in model.named_modules() if any(True for _ in module.parameters(False))}
-    linear = {path: module for path, module in owners.items() if isinstance(module, nn.Linear)}
+    linear = {path: module for path, module in owners.items() if is_plain_linear(module)}
     experts = {path: module for path, module in owners.items() if is_stacked(module)}
     saved = _selected(config.modules_to_save, owners)
     for pattern in config.modules_to_save:
         if not _selected([pattern], owners):
             raise ModelError(_no_match("modules_to_save", pattern, owners, "module with weights"))
+    named = [pattern for pattern in config.target_modules if pattern != ALL_LINEAR]
+    targets = _selected(named, linear)
+    if len(named) < len(config.target_modules):
+        head = model.get_output_embeddings()
+        called = {path: module for path, module in linear.items() if not _is_bypassed(path, model)}
+        targets |= {path: module for path, module in called.items() if module is not head}
     chosen = SelectedModules(
-        {path: module for path, module in _selected(config.target_modules, linear).items() if path not in saved},
+        {path: module for path, module in targets.items() if path not in saved},
         {path: module for path, module in _selected(config.target_modules, experts).items() if path not in saved},
         saved,
     )
-    for pattern in config.target_modules:
+    for pattern in named:
         _check_target(pattern, linear, experts, chosen)
     if not (chosen.linear or chosen.experts):
         raise ModelError(
             f"model.lora.target_modules matches no module that can be adapted: {_listed(config.target_modules)}"
         )
     for path, layer in chosen.linear.items():
-        _check_linear(path, layer, owners)
+        _check_linear(path, layer, owners, model)
     for path, module in chosen.experts.items():
         _check_experts(path, module, model, config)
     return chosen
@@ -101,9 +109,17 @@ def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[s
     return {path: module for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether `module` computes `W x + b`. Subclasses may not: routers return choices, and some layers take groups."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def is_stacked(module: nn.Module) -> bool:
-    """Whether `module` stores the weights of several experts in one tensor."""
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    """Whether `module` stores the weights of several experts in one tensor.
+
+    Depthwise convolutions and vectors that are kept ready for broadcasting have three dimensions, too.
+    """
+    return any(parameter.ndim == 3 and 1 not in parameter.shape for parameter in module.parameters(recurse=False))
 
 
 def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: SelectedModules) -> None:
@@ -131,13 +147,38 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def _check_linear(path: str, module: nn.Linear, owners: _MODULES) -> None:
+def _check_linear(path: str, module: nn.Linear, owners: _MODULES, model: PreTrainedModel) -> None:
+    if _is_bypassed(path, model):
+        raise ModelError(
+            f"model.lora.target_modules: the model's code reads the weight of {path} without calling it, and would "
+            f"ignore an adapter; remove {path.rpartition('.')[2]} from target_modules"
+        )
     for other_path, other in owners.items():
         if other is not module and any(weight is module.weight for weight in other.parameters(recurse=False)):
             raise ModelError(
                 f"model.lora.target_modules: {path} shares its weight with {other_path}, so it cannot be adapted "
                 f'alone; to train both, set model.lora.modules_to_save = ["{path}"] and remove it from target_modules'
             )
+
+
+def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
+    """Whether the module that holds the layer at `path` computes with the layer's weight itself.
+
+    Kernels of state spaces take the weights of some layers, such as Mamba's `dt_proj` and `out_proj`. Some of them run
+    on GPUs only, so that trying the layer out here would not tell.
+    """
+    parent, _, name = path.rpartition(".")
+    return (
+        re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape))", _source(model.get_submodule(parent)))
+        is not None
+    )
+
+
+def _source(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module))
+    except (OSError, TypeError):  # code that came from no file
+        return ""
 
 
 def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config: LoRAConfig) -> None:
@@ -387,17 +428,40 @@ def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, 
     return None, ()
 
 
+def lost_in_peft(model: PreTrainedModel) -> str | None:
+    """What PEFT does not load of an adapter; None if it loads all.
+
+    These are experts of a family whose format it does not know, and layers whose names it takes for the hub's.
+    """
+    if has_adapted_experts(model) and not _knows_experts(model):
+        return "adapted experts"
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    for path in (path for path, module in model.named_modules() if part_of(model) is None and hasattr(module, "lora")):
+        name = f"{path}.lora_A.weight"
+        if rename_source_key(name, renamings, [])[0] != name:
+            return path
+    return None
+
+
+def _knows_experts(model: PreTrainedModel) -> bool:
+    """Whether PEFT converts adapters of the experts of this family to its own format."""
+    return part_of(model) is None and _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type) == "qwen2_moe"
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether `model` has adapters."""
     return any(isinstance(module, LowRank) for module in model.modules())
 
 
-def log_adapters(model: nn.Module) -> None:
+def log_adapters(model: PreTrainedModel) -> None:
     """Log the number of adapters and of trained parameters."""
     count = sum(isinstance(module, LowRank) for module in model.modules())
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
     get_logger().info(f"LoRA: {count} adapters, {trained:,} of {total:,} parameters trained ({trained / total:.2%})")
+    if lost := lost_in_peft(model):
+        name = type(model).__name__
+        get_logger().warning(f"LoRA: PEFT does not load {lost} of {name}; exports hold them merged into the weights")
 
 
 def adapter_parameter_names(model: nn.Module) -> set[str]:
@@ -535,7 +599,7 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         # PEFT does not support dropout for stacked experts, and inference does not need it.
-        "lora_dropout": 0.0 if _has_adapted_experts(model) else lora.dropout.p,
+        "lora_dropout": 0.0 if has_adapted_experts(model) else lora.dropout.p,
         **_targets(model),
         "modules_to_save": [_name_in_peft(model)(path) for path, _ in _saved_modules(model)] or None,
         "bias": "none",
@@ -560,24 +624,25 @@ def _place(model: str | None) -> str | None:
 def _targets(model: PreTrainedModel) -> dict[str, list[str]]:
     """PEFT's target names: the last component of an adapted path if it is unambiguous, otherwise the full path.
 
-    In models with stacked experts, PEFT treats every module that is named like an expert's projection as one. Linear
-    layers with such names outside the experts are therefore listed in `target_parameters`.
+    Where PEFT knows the experts, it treats every module that is named like an expert's projection as one. Linear layers
+    with such names outside the experts are therefore listed in `target_parameters`.
     """
     linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_adapter = {path: hasattr(module, "lora") for path, module in linear.items()}
     last = {path: path.rpartition(".")[2] for path in has_adapter}
-    shared = {last[path] for path in has_adapter if not has_adapter[path]}
-    taken = set(PROJECTIONS) if any(map(is_stacked, model.modules())) else set()
+    shared = {path.rpartition(".")[2] for path, _ in model.named_modules() if not has_adapter.get(path)}
+    taken = set(PROJECTIONS) if _knows_experts(model) and any(map(is_stacked, model.modules())) else set()
     adapted = [path for path in has_adapter if has_adapter[path]]
     if (part := part_of(model)) is not None:  # a vision tower has layers of the same names
         return {"target_modules": sorted(map(part.module_in_whole, adapted)), "target_parameters": []}
     names = {path if last[path] in shared else last[path] for path in adapted if last[path] not in taken}
     parameters = [f"{path}.weight" for path in adapted if last[path] in taken]
-    parts = PROJECTIONS if _has_adapted_experts(model) else ()
+    parts = PROJECTIONS if has_adapted_experts(model) else ()
     return {"target_modules": sorted(names.union(parts)), "target_parameters": parameters}
 
 
-def _has_adapted_experts(model: PreTrainedModel) -> bool:
+def has_adapted_experts(model: nn.Module) -> bool:
+    """Whether stacked experts of `model` have adapters."""
     return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
 
 
