@@ -34,6 +34,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_train sft @ examples/reverse_text/sft_cpu.toml --optim.lr 1e-3 --resume latest",
         "medarc_train sft @ examples/reverse_text/sft.toml --estimate --gpu H100",
     ),
+    "medarc_train rm": (
+        "medarc_train rm examples/safe_advice/rm_cpu.toml --output-dir outputs/safe-advice-rm",
+        "medarc_train rm examples/safe_advice/rm_cpu.toml --preflight",
+    ),
     "medarc_train dpo": (
         "medarc_train dpo examples/safe_advice/dpo_cpu.toml --output-dir outputs/safe-advice",
         "medarc_train dpo @ examples/safe_advice/dpo_cpu.toml --loss.type simpo --loss.beta 2",
@@ -102,6 +106,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_slurm sft examples/reverse_text/sft.toml --gpus 2 --output-dir outputs/rt-sft",
         "medarc_slurm sft @ examples/reverse_text/sft.toml --dry-run",
     ),
+    "medarc_slurm rm": ("medarc_slurm rm examples/safe_advice/rm_cpu.toml --gpus 1 --output-dir outputs/rm --dry-run",),
     "medarc_slurm dpo": (
         "medarc_slurm dpo examples/safe_advice/dpo_cpu.toml --gpus 1 --output-dir outputs/safe-advice --dry-run",
     ),
@@ -120,6 +125,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "medarc_submit sft examples/reverse_text/sft_cpu.toml --to sagemaker --local --image medarc-rl:dev",
         "medarc_submit sft examples/reverse_text/sft_cpu.toml --to ray --wait",
     ),
+    "medarc_submit rm": ("medarc_submit rm examples/safe_advice/rm_cpu.toml --to ray --wait",),
     "medarc_submit dpo": ("medarc_submit dpo examples/safe_advice/dpo_cpu.toml --to ray --wait",),
     "medarc_submit sagemaker-policy": (
         "medarc_submit sagemaker-policy --role arn:aws:iam::123456789012:role/training --s3 s3://my-bucket/runs",
@@ -166,7 +172,12 @@ def resume_words(resume: str | None) -> list[str]:
     return [] if resume is None else [f"--resume={resume}"]
 
 
-_KEY_OPTIONS = {"sft": "--optim.lr 1e-6", "dpo": "--loss.beta 0.05", "eval": "--num-examples 50"}
+_KEY_OPTIONS = {
+    "sft": "--optim.lr 1e-6",
+    "dpo": "--loss.beta 0.05",
+    "rm": "--optim.lr 1e-5",
+    "eval": "--num-examples 50",
+}
 """An option for a key of a command's own config; other commands take a config of RL."""
 
 

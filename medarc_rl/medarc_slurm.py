@@ -18,7 +18,7 @@ from medarc_rl.commands.estimating import EstimateOptions
 from medarc_rl.errors import UsageError
 
 PROGRAM = "medarc_slurm"
-KINDS: tuple[Kind, ...] = ("sft", "dpo", "rl")
+KINDS: tuple[Kind, ...] = ("sft", "dpo", "rm", "rl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,11 @@ def dpo(words: list[str], options: SftOptions) -> int:
     return _submit_sft("dpo", words, options)
 
 
+def rm(words: list[str], options: SftOptions) -> int:
+    """Submit training of a reward model on preferences."""
+    return _submit_sft("rm", words, options)
+
+
 def _submit_sft(kind: Kind, words: list[str], options: SftOptions) -> int:
     request = medarc_submit.sft_request(kind, words, _as_submission(medarc_submit.SftOptions, options), PROGRAM)
     if not options.estimate:
@@ -100,8 +105,8 @@ def rl(words: list[str], options: RlOptions) -> int:
 def check(words: list[str], options: CheckOptions) -> int:
     """Check all that a job needs, and submit nothing.
 
-    CONFIG and the options are those of `sft`, `dpo` or `rl`; where the file fits several, write `check sft`. Exit code:
-    0 if everything is there, 1 if something is not, 2 if the config cannot be used.
+    CONFIG and the options are those of `sft`, `dpo`, `rm` or `rl`; where the file fits several, write `check sft`. Exit
+    code: 0 if everything is there, 1 if something is not, 2 if the config cannot be used.
     """
     from medarc_rl.backends.slurm.backend import passes_checks
     from medarc_rl.backends.slurm.job import plan
@@ -126,6 +131,7 @@ def check(words: list[str], options: CheckOptions) -> int:
 COMMANDS: Mapping[str, Lazy | Group] = {
     "sft": Lazy("medarc_rl.medarc_slurm:sft", "Submit supervised fine-tuning."),
     "dpo": Lazy("medarc_rl.medarc_slurm:dpo", "Submit training on preferences: DPO and its variants."),
+    "rm": Lazy("medarc_rl.medarc_slurm:rm", "Submit training of a reward model on preferences."),
     "rl": Lazy("medarc_rl.medarc_slurm:rl", "Submit reinforcement learning."),
     "check": Lazy("medarc_rl.medarc_slurm:check", "Check all that a job needs, and submit nothing."),
     "status": Lazy("medarc_rl.medarc_jobs:status", "Show what became of jobs."),

@@ -1,4 +1,4 @@
-"""`medarc_submit sft|dpo|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
+"""`medarc_submit sft|dpo|rm|rl|eval CONFIG --to …`: check a run, hand it to a back-end, record it in the job log.
 
 Every submission goes through `submit`, also those of `medarc_slurm`.
 """
@@ -84,6 +84,11 @@ def dpo(words: list[str], options: SftOptions) -> int:
     return submit(sft_request("dpo", words, options))
 
 
+def rm(words: list[str], options: SftOptions) -> int:
+    """Submit training of a reward model on preferences."""
+    return submit(sft_request("rm", words, options))
+
+
 def rl(words: list[str], options: RlOptions) -> int:
     """Submit reinforcement learning: inference server, orchestrator and trainer."""
     return submit(rl_request(words, options))
@@ -113,6 +118,7 @@ HIDDEN = tuple(field.name for field in fields(SlurmOptions) if field.name != "pr
 COMMANDS: Mapping[str, Lazy | Group] = {
     "sft": Lazy("medarc_rl.medarc_submit:sft", "Submit supervised fine-tuning.", HIDDEN),
     "dpo": Lazy("medarc_rl.medarc_submit:dpo", "Submit training on preferences: DPO and its variants.", HIDDEN),
+    "rm": Lazy("medarc_rl.medarc_submit:rm", "Submit training of a reward model on preferences.", HIDDEN),
     "rl": Lazy(
         "medarc_rl.medarc_submit:rl",
         "Submit reinforcement learning: inference server, orchestrator and trainer.",
@@ -133,12 +139,11 @@ app = new_app(
 
 
 def sft_request(kind: Kind, words: list[str], options: SftOptions, program: str = "medarc_submit") -> Request:
-    """A submission of `sft` or `dpo`."""
+    """A submission of `sft`, `dpo` or `rm`."""
     from medarc_rl.deployment import sft_nodes_of, sft_owned
-    from prime_rl.configs.dpo import DPOConfig
-    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.surface.root import ROOTS
 
-    given = _given(DPOConfig if kind == "dpo" else SFTConfig, words, options)
+    given: GivenConfig[Any] = _given(ROOTS[kind], words, options)
     # Slurm's launcher accepts `deployment.type = "multi_node"` with one node. Those of the other back-ends do not, so
     # that such a config becomes one for a single node.
     nodes = options.nodes or (None if options.to == "slurm" else sft_nodes_of(given))

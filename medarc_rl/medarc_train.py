@@ -19,6 +19,12 @@ COMMANDS: Mapping[str, Lazy | Group] = {
         options="medarc_rl.launchers.options:DpoOptions",
         takes_config=True,
     ),
+    "rm": Lazy(
+        "medarc_rl.running:run_rm",
+        "Train a reward model on preferences.",
+        options="medarc_rl.launchers.options:RmOptions",
+        takes_config=True,
+    ),
     "rl": Lazy(
         "medarc_rl.running:run_rl",
         "Run reinforcement learning: inference server, orchestrator and trainer.",

@@ -68,7 +68,7 @@ def test_medarc_submit_to_slurm_is_the_same_submission(stand_ins, rl_toml: Path,
     assert "Submitted batch job 42" in again.stdout
     refused = CliRunner().invoke(medarc_submit.app, ["eval", "--to", "slurm"])
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --to slurm: submits only sft, dpo and rl")
+    assert refused.stderr.startswith("error: --to slurm: submits only sft, dpo, rm and rl")
 
 
 @pytest.mark.parametrize(

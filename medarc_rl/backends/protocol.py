@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from medarc_rl.utils import GivenConfig, OwnedKeys, Run
     from prime_rl.configs.areal import Launcher
 
-Kind = Literal["sft", "dpo", "rl", "eval"]
+Kind = Literal["sft", "dpo", "rm", "rl", "eval"]
 
-LAUNCHERS: Mapping[str, str] = {
-    "sft": "medarc_rl.launchers.sft_local",
-    "dpo": "medarc_rl.launchers.dpo_local",
-    "rl": "medarc_rl.launchers.rl_local",
-    "eval": "prime_rl.entrypoints.eval",
+LAUNCHERS: Mapping[str, tuple[str, ...]] = {
+    "sft": ("medarc_rl.launchers.sft_local",),
+    "dpo": ("medarc_rl.launchers.sft_local", "dpo"),
+    "rm": ("medarc_rl.launchers.sft_local", "rm"),
+    "rl": ("medarc_rl.launchers.rl_local",),
+    "eval": ("prime_rl.entrypoints.eval",),
 }
-"""The module that starts each kind of run on one node. It chooses GPUs, ports and scratch directories there."""
-CONFIGS: Mapping[str, str] = {"sft": "trainer", "dpo": "dpo", "rl": "rl", "eval": "eval"}
+"""The module that starts each kind of run on one node, and its words before the config. It chooses GPUs, ports and
+scratch directories there."""
+CONFIGS: Mapping[str, str] = {"sft": "trainer", "dpo": "dpo", "rm": "rm", "rl": "rl", "eval": "eval"}
 """Name of the resolved config in `OUT/configs` that the launcher reads."""
 RAY_DRIVER = "medarc_rl.backends.ray.driver"
 """The module that runs a job on a Ray cluster: of `--to ray`, of KubeRay, and of SageMaker on several hosts."""

@@ -16,11 +16,12 @@ from prime_rl.utils.private import home_directory
 CONFIGS_OF = {
     "sft": ("sft",),
     "dpo": ("dpo",),
+    "rm": ("rm",),
     "rl": ("rl",),
     "eval": ("eval",),
     "passk": ("eval",),
-    "explain": ("rl", "sft", "dpo", "eval"),
-    "check": ("rl", "sft", "dpo"),
+    "explain": ("rl", "sft", "dpo", "rm", "eval"),
+    "check": ("rl", "sft", "dpo", "rm"),
 }
 """Which configs' keys a command accepts as options."""
 ARGUMENTS = {"RUN": "run", "RUN_OR_WEIGHTS": "run", "WEIGHTS": "run", "JOB": "job"}
@@ -83,16 +84,12 @@ def build(program: str) -> dict[str, Any]:
 
     import typer
 
-    from prime_rl.configs.dpo import DPOConfig
-    from prime_rl.configs.eval import OfflineEvalConfig
-    from prime_rl.configs.rl import RLConfig
-    from prime_rl.configs.sft import SFTConfig
+    from prime_rl.configs.surface.root import ROOTS
 
     app = importlib.import_module(f"medarc_rl.{program}").app
     group: Any = typer.main.get_command(app)
     commands = {name: _command(name, each) for name, each in group.commands.items()}
     used = {kind for each in commands.values() for kind in each.get("configs", ())}
-    roots = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "eval": OfflineEvalConfig}
     return {
         "shells": list(SHELLS),
         "options": {
@@ -101,7 +98,7 @@ def build(program: str) -> dict[str, Any]:
             "--install-completion": "Install the completion of a shell.",
         },
         "commands": commands,
-        "keys": {kind: dict(_keys(root)) for kind, root in roots.items() if kind in used},
+        "keys": {kind: dict(_keys(ROOTS[kind])) for kind in sorted(used)},
     }
 
 

@@ -16,7 +16,7 @@ from medarc_rl.errors import UsageError
 if TYPE_CHECKING:
     from medarc_rl.explain.sources import Source
 
-Kind = Literal["rl", "sft", "dpo", "eval"]
+Kind = Literal["rl", "sft", "dpo", "rm", "eval"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ _READERS = {
     "eval": "the evaluator",
     "sft": "the trainer",
     "dpo": "the trainer",
+    "rm": "the trainer",
 }
 _OF_THE_LAUNCH = frozenset(
     ("clean_output_dir", "deployment", "dry_run", "file_access", "slurm", "inference_gpu_ids", "trainer_gpu_ids")

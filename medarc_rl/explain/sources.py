@@ -11,6 +11,7 @@ from medarc_rl.errors import UsageError
 from medarc_rl.explain.origins import Explained, Setting, explained_config
 from medarc_rl.explain.screen import as_json
 from medarc_rl.migrate.draft import kind_of
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.configs.surface.root import ROOTS
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import one_line
@@ -66,7 +67,7 @@ def _with_origin(value: Explained, entry: dict[str, object] | None) -> Explained
     return replace(value, written=tuple(written), rule=None)
 
 
-_KINDS = ("rl", "sft", "dpo", "eval")
+_KINDS = ("rl", *SFT_COMMANDS, "eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Source:
     def of_run(cls, directory: Path, key: str | None = None) -> Source:
         """The config that a run was started with. Raises UsageError if the directory holds none."""
         paths = RunPaths(directory)
-        for kind, component in (("rl", "rl"), ("sft", "sft"), ("dpo", "dpo"), ("eval", "eval"), ("sft", "trainer")):
+        for kind, component in (*((kind, kind) for kind in _KINDS), ("sft", "trainer")):
             if (file := paths.config(component)).is_file():
                 root = ROOTS[kind]
                 _, values = explained_config(ConfigSources.read(root, [file]))

@@ -1,4 +1,4 @@
-"""The options of `medarc_train sft`, `dpo`, `rl` and `eval`.
+"""The options of `medarc_train sft`, `dpo`, `rm`, `rl` and `eval`.
 
 Help pages read them without importing the command itself.
 """
@@ -34,6 +34,11 @@ class SftOptions(EstimateOptions):
 @dataclass(frozen=True, kw_only=True)
 class DpoOptions(SftOptions):
     """Train on preferences: DPO and its variants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmOptions(SftOptions):
+    """Train a reward model on preferences."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,18 @@
-"""Launches one run of SFT or preferences on a shared machine: `sft_local(config)`, or `python -m … @ trainer.toml`."""
+"""Launches one run of SFT, preferences or a reward model on a shared machine: `sft_local(config)`, or `python -m …
+[dpo|rm] @ trainer.toml`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from medarc_rl.launchers.batch_job import in_batch_job
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.root import taken_from
 from prime_rl.launch.commands import TRAININGS
 from prime_rl.launch.nodes.placing import slurm_cluster
 from prime_rl.launch.run import launch
@@ -23,9 +27,10 @@ def sft_local(config: SFTConfig, bin_dir: Path | None = None, on_ready: Callable
     return launch(command, config, sft_screen, sharing, bin_dir, slurm_cluster(os.environ), on_ready)
 
 
-def main(config_class: type[SFTConfig] = SFTConfig) -> None:
+def main() -> None:
     start_program(launches=True)
-    config = parse_argv_or_exit(config_class)
+    argv = sys.argv[1:]
+    config = cast("SFTConfig", parse_argv_or_exit(taken_from(argv), argv=argv))
     raise SystemExit(in_batch_job(lambda: sft_local(config)))
 
 

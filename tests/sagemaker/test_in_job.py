@@ -210,7 +210,7 @@ def test_a_checkout_runs_its_own_code(tmp_path: Path) -> None:
 def test_the_launchers_exist() -> None:
     import importlib.util
 
-    assert all(importlib.util.find_spec(module) is not None for module in LAUNCHERS.values())
+    assert all(importlib.util.find_spec(module) is not None for module, *_ in LAUNCHERS.values())
 
 
 def test_secrets_are_read_where_they_are_kept(proxy: Proxy) -> None:

@@ -1,7 +1,7 @@
 """Runs one job on a Ray cluster: `python -m medarc_rl.backends.ray.driver rl @ rl.toml`.
 
 `medarc_submit --to ray` starts it in the background. `ray job submit -- python -m …` runs it inside the cluster. Its
-own options come before `sft`, `dpo`, `rl` or `eval`; the words after it are those of the config.
+own options come before `sft`, `dpo`, `rm`, `rl` or `eval`; the words after it are those of the config.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast, get_args
 
-from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF
+from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF, Kind
 from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
 from medarc_rl.deployment import device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal import RecoverConfig
-from prime_rl.configs.dpo import DPOConfig
-from prime_rl.configs.eval import OfflineEvalConfig
-from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.surface.root import ROOTS
 from prime_rl.launch import LocalHost, ProcessSpec, Supervisor, shown
 from prime_rl.launch.nodes.cluster import ClusterHost
 from prime_rl.launch.restarting import until_done
@@ -38,7 +35,6 @@ from prime_rl.utils.files import replacing_file
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.terminal import say
 
-ROOTS: dict[str, Any] = {"sft": SFTConfig, "dpo": DPOConfig, "rl": RLConfig, "eval": OfflineEvalConfig}
 LAUNCHER = "launcher"
 REFUSED = 2
 """Exit code of a launcher whose run cannot be started as configured."""
@@ -63,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _recorded(options: argparse.Namespace, words: Sequence[str]) -> int:
     with _recording_end(options.end) as end:
-        config = parse_argv_or_exit(ROOTS[options.kind], argv=words)
+        config = parse_argv_or_exit(cast("Any", ROOTS[options.kind]), argv=words)
         with files_readable_by(config.file_access):
             end.code = _run(options, config, words)
     return end.code
@@ -84,7 +80,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="in a job of `ray job submit`: stop it if its config cannot be run, so that KubeRay does not try again",
     )
-    parser.add_argument("kind", choices=tuple(ROOTS))
+    parser.add_argument("kind", choices=get_args(Kind))
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     options.address = None if options.address == "local" else options.address
@@ -125,7 +121,7 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
     env = {SINGLE_GPU_VARIABLE: str(int(options.single_gpu))}
 
     def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
-        argv = (sys.executable, "-m", LAUNCHERS[options.kind], *words, *more)
+        argv = (sys.executable, "-m", *LAUNCHERS[options.kind], *words, *more)
         spec = ProcessSpec(LAUNCHER, argv, log, env, completes_run=True, relays=frozenset({signal.SIGUSR1}))
         with (
             LocalHost() as local,
@@ -148,7 +144,7 @@ def _on_several_nodes(options: argparse.Namespace, cluster: RayCluster, words: S
     from prime_rl.watch.screens import rl_screen, sft_screen
 
     def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
-        config = parse_argv_or_exit(ROOTS[options.kind], argv=[*words, *more])
+        config = parse_argv_or_exit(cast("Any", ROOTS[options.kind]), argv=[*words, *more])
         sharing = shared_node(os.environ)
         if options.kind == "rl":
             return launch(RL, config, rl_screen, sharing, cluster=cluster), config.recover

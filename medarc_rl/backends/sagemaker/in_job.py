@@ -368,7 +368,7 @@ def proof_of(token: str, name: str) -> str:
     return hmac.new(token.encode(), name.encode(), hashlib.sha256).hexdigest()
 
 
-COMMANDS = ("sft", "dpo", "rl", "eval")
+COMMANDS = ("sft", "dpo", "rm", "rl", "eval")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Both libraries would otherwise guess the network interface between the hosts."""
@@ -460,7 +460,7 @@ def driver_argv(inputs: JobInputs, paths: MlPaths, run: Path, address: str) -> t
 
 
 def argv_of(inputs: JobInputs, paths: MlPaths) -> tuple[str, ...]:
-    return (sys.executable, "-m", LAUNCHERS[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
+    return (sys.executable, "-m", *LAUNCHERS[inputs.command], "@", str(paths.config), f"--output-dir={paths.run}")
 
 
 def child_env(

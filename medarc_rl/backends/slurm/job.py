@@ -170,7 +170,7 @@ class BatchJob:
 
     @property
     def command(self) -> str:
-        """`sft`, `dpo` or `rl`: names the script."""
+        """`sft`, `dpo`, `rm` or `rl`: names the script."""
         return self.job.command
 
     @property
@@ -210,7 +210,7 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
     """
     if request.kind == "eval":
         raise UsageError(
-            "--to slurm: submits only sft, dpo and rl; for an evaluation, run `medarc_train eval` in your own job"
+            "--to slurm: submits only sft, dpo, rm and rl; for an evaluation, run `medarc_train eval` in your own job"
         )
     if request.gpus == 0:
         raise UsageError("--gpus 0: a Slurm job always requests GPUs, even for a run on CPUs; leave --gpus out")
@@ -304,7 +304,7 @@ def launcher_job(command: str, paths: RunPaths, resources: Resources, queued: Ru
 
     GPU ids, ports and scratch directories are only known on the node, so the launcher chooses them.
     """
-    argv = ("python", "-m", LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
+    argv = ("python", "-m", *LAUNCHERS[command], "@", str((queued or paths).config(CONFIGS[command])))
     launcher = ProcessSpec(command, argv, paths.log(command), completes_run=True)
     return Job(command, paths, (launcher,), resources)
 

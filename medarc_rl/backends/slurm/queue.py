@@ -176,7 +176,7 @@ def refuse_if_queued(paths: RunPaths, submits: bool, env: Mapping[str, str] = os
     Raises:
         UsageError: such a job waits or runs. This process's own job does not count.
     """
-    scripts = [script for command in ("sft", "dpo", "rl") if (script := paths.batch_script(command)).exists()]
+    scripts = [script for command in ("sft", "dpo", "rm", "rl") if (script := paths.batch_script(command)).exists()]
     if not scripts or shutil.which("squeue") is None:
         return
     try:

@@ -12,6 +12,7 @@ from prime_rl.checks.adapters import ADAPTER_CONFIG
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.run.paths import RunPaths, stable_steps, step_of
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import STABLE, nearest_path
@@ -177,7 +178,7 @@ def _has_template(folder: Path) -> bool:
 
 def model_of_run(run: RunPaths) -> str | None:
     """The model that a run started from."""
-    for component in ("trainer", "sft", "dpo"):
+    for component in ("trainer", *SFT_COMMANDS):
         file = run.config(component)
         if file.is_file():
             name = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {}).get("name")

@@ -23,6 +23,7 @@ from prime_rl.checks.model_files import (
 )
 from prime_rl.checks.start_dir import StartDir, gpus_here
 from prime_rl.configs.ranges import LATEST
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.configs.surface.root import RootConfig
 from prime_rl.configs.trainer import NO_MEMORY_PROFILE, CheckpointConfig, beyond_end
 from prime_rl.run.checkpoints import SavedSteps, changes_since, compared_configs
@@ -301,8 +302,7 @@ def _inference_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]
 
 
 _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
-    "sft": _sft_faults,
-    "dpo": _sft_faults,
+    **dict.fromkeys(SFT_COMMANDS, _sft_faults),
     "rl": _rl_faults,
     "eval": _eval_faults,
     "inference": _inference_faults,

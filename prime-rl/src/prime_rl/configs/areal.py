@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.storage import KeptRunConfig
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 from prime_rl.utils.pydantic_config.base import NULL_TEXT, Derivation, note_derivation
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
@@ -488,8 +489,11 @@ Launcher = Literal["local", "ray", "slurm"]
 
 RESUME_STEPS = {"on": AUTO, "auto": AUTO, "resume": LATEST}
 """`ckpt.resume_step` for each mode of recovery. Other modes leave the key alone."""
-_KEYS: Mapping[str, Callable[[AllocationMode, int], Keys]] = {"sft": sft_keys, "dpo": sft_keys, "rl": rl_keys}
-_CHECKPOINTS = {"sft": ("ckpt",), "dpo": ("ckpt",), "rl": ("ckpt", "trainer.ckpt")}
+_KEYS: Mapping[str, Callable[[AllocationMode, int], Keys]] = {
+    **dict.fromkeys(SFT_COMMANDS, sft_keys),
+    "rl": rl_keys,
+}
+_CHECKPOINTS = {**dict.fromkeys(SFT_COMMANDS, ("ckpt",)), "rl": ("ckpt", "trainer.ckpt")}
 _ABSENT = object()
 
 

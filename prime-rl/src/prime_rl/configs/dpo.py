@@ -1,4 +1,4 @@
-"""Preference training: root of `dpo`."""
+"""Preference training: root of `dpo`, and what it shares with reward models."""
 
 from __future__ import annotations
 
@@ -103,26 +103,20 @@ class PreferenceLossConfig(BaseConfig):
             yield "desirable_weight and undesirable_weight are both 0: there is no loss"
 
 
-class DPOConfig(SFTConfig):
-    """Preference training. Read by `dpo`. It has every key of `SFTConfig`, with the same meaning, and those below. An
-    answer, with its prompt, has at most `data.seq_len` tokens, and a packed row of pairs has room for two of that
-    length."""
-
-    component: ClassVar[str] = "dpo"
-
-    loss: PreferenceLossConfig = PreferenceLossConfig()
-    """The loss of a pair, or of an answer with a label."""
+class PreferenceConfig(SFTConfig):
+    """Training on answers of which some are better."""
 
     @model_validator(mode="after")
     def _check_preferences(self) -> Self:
         raise_faults(list(self._preference_faults()))
         for data in (self.data, *(() if self.val is None else (self.val.data,))):
             if isinstance(data, SFTDataConfig):
-                if self.loss.is_unpaired:
-                    data.hold_labels(mismatched=self.loss.type == "kto")
-                else:
-                    data.hold_pairs()
+                self._hold(data)
         return self
+
+    def _hold(self, data: SFTDataConfig) -> None:
+        """Tell `data` what its rows are."""
+        raise NotImplementedError
 
     def _preference_faults(self) -> Iterator[str]:
         data = self.data
@@ -134,7 +128,28 @@ class DPOConfig(SFTConfig):
         for section in (data, *(() if self.val is None else (self.val.data,))):
             if section.overlong == "split":
                 yield f"{section.section}.overlong = 'split' divides an answer: use truncate, drop or error"
-        if data.streaming and self.loss.needs_reference:
+
+
+class DPOConfig(PreferenceConfig):
+    """Preference training. Read by `dpo`. It has every key of `SFTConfig`, with the same meaning, and those below. An
+    answer, with its prompt, has at most `data.seq_len` tokens, and a packed row of pairs has room for two of that
+    length."""
+
+    component: ClassVar[str] = "dpo"
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """The loss of a pair, or of an answer with a label."""
+
+    def _hold(self, data: SFTDataConfig) -> None:
+        if self.loss.is_unpaired:
+            data.hold_labels(mismatched=self.loss.type == "kto")
+        else:
+            data.hold_pairs()
+
+    def _preference_faults(self) -> Iterator[str]:
+        yield from super()._preference_faults()
+        data = self.data
+        if isinstance(data, SFTDataConfig) and data.streaming and self.loss.needs_reference:
             without = ", ".join(WITHOUT_REFERENCE)
             yield (
                 f"data.streaming = true does not tell all rows at the start, and loss.type = {self.loss.type!r} needs "
@@ -142,4 +157,4 @@ class DPOConfig(SFTConfig):
             )
 
 
-__all__ = ["DPOConfig", "PreferenceLossConfig"]
+__all__ = ["DPOConfig", "PreferenceConfig", "PreferenceLossConfig"]

@@ -76,8 +76,8 @@ class LossMaskConfig(BaseConfig):
 
 
 class ColumnsConfig(BaseConfig):
-    """Names that the data uses for what SFT reads. With any of the columns set, the others are not read, except `tools`
-    and `chat_template_kwargs`."""
+    """Names that the data uses for what SFT reads. With any of the columns set, the others are not read, except
+    `tools`, `chat_template_kwargs` and `margin`."""
 
     messages: str | None = None
     """Column of the messages."""
@@ -93,6 +93,9 @@ class ColumnsConfig(BaseConfig):
 
     rejected: str | None = None
     """Column of the worse answer, in preferences."""
+
+    margin: str | None = None
+    """Column of how much better the chosen answer is, for a reward model."""
 
     completion: str | None = None
     """Column of the text that continues `prompt`."""
@@ -193,9 +196,10 @@ def _known_or_not_set(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return NOT_SET if value is NOT_SET else check(value)
 
 
-HeldRows = Literal["samples", "pairs", "labels", "mismatched labels"]
-"""What the rows of a dataset are: SFT's; a chosen and a rejected answer; an answer with a label, good or bad; or that,
-and beside each answer another row's answer to the same prompt, from which KTO estimates its KL."""
+HeldRows = Literal["samples", "pairs", "scored pairs", "labels", "mismatched labels"]
+"""What the rows of a dataset are: SFT's; a chosen and a rejected answer; that, for a reward model, which scores each at
+its last token; an answer with a label, good or bad; or that, and beside each answer another row's answer to the same
+prompt, from which KTO estimates its KL."""
 
 
 class BaseDataConfig(BaseConfig):
@@ -224,7 +228,7 @@ class BaseDataConfig(BaseConfig):
     @property
     def holds_pairs(self) -> bool:
         """Whether each row is a preference: a chosen and a rejected answer."""
-        return self.holds == "pairs"
+        return self.holds in ("pairs", "scored pairs")
 
     @property
     def row_tokens(self) -> int:
@@ -351,9 +355,9 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     def holds(self) -> HeldRows:
         return self._holds
 
-    def hold_pairs(self) -> None:
+    def hold_pairs(self, *, are_scored: bool = False) -> None:
         """Set `holds`. Call it only in validators."""
-        self._holds = "pairs"
+        self._holds = "scored pairs" if are_scored else "pairs"
 
     def hold_labels(self, *, mismatched: bool) -> None:
         """Set `holds`. Call it only in validators."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.history.attempts import Attempt, read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.run.lock import LOCK_NAME, STALE_S, Holder
@@ -22,7 +23,12 @@ from prime_rl.run.process import Heartbeat, read_heartbeats
 from prime_rl.utils.errors import UserError
 
 Kind = Literal["rl", "sft", "eval"]
-_MAIN_CONFIGS: Mapping[str, Kind] = {"rl": "rl", "sft": "sft", "dpo": "sft", "eval": "eval", "trainer": "sft"}
+_MAIN_CONFIGS: Mapping[str, Kind] = {
+    "rl": "rl",
+    **dict.fromkeys(SFT_COMMANDS, "sft"),
+    "eval": "eval",
+    "trainer": "sft",
+}
 """Configs that tell the kind of a run, and the kind."""
 
 

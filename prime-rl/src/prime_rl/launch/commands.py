@@ -1,4 +1,4 @@
-"""The commands that launch jobs: `sft`, `dpo`, `rl` and `eval`."""
+"""The commands that launch jobs: `sft`, `dpo`, `rm`, `rl` and `eval`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prime_rl.checks.environments import loss_faults, trial_faults
 from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.configs.sft import evaluation_of
 from prime_rl.configs.surface.not_built import unbuilt_faults
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.launch.placement import Sharing
 from prime_rl.launch.plan import eval_request, plan_eval, plan_rl, plan_sft, port_fault, rl_request, sft_request
 from prime_rl.launch.run import Command
@@ -162,10 +163,8 @@ SFT: Command[SFTConfig] = Command(
     _facts,
     resume_step_of,
 )
-DPO: Command[SFTConfig] = replace(SFT, name="dpo")
-"""`dpo` is launched as `sft` is, with another program as its trainer."""
-TRAININGS = {"sft": SFT, "dpo": DPO}
-"""By the config's `component`."""
+TRAININGS = {name: replace(SFT, name=name) for name in SFT_COMMANDS}
+"""By the config's `component`. All are launched alike; the trainer is told the command."""
 RL: Command[RLConfig] = Command(
     "rl",
     rl_request,

@@ -45,7 +45,7 @@ class Job:
     """The processes of one command, and what they need."""
 
     command: str
-    """`sft`, `dpo`, `rl` or `eval`."""
+    """`sft`, `dpo`, `rm`, `rl` or `eval`."""
     paths: RunPaths
     processes: tuple[ProcessSpec, ...]
     """In the order in which they start. They stop in the reverse order."""

@@ -25,7 +25,6 @@ from prime_rl.launch.devices import mask, mask_for_vllm, spin_env, thread_env
 from prime_rl.launch.job import Job, Resources
 from prime_rl.launch.placement import Placement, ResourceRequest
 from prime_rl.launch.programs import (
-    DPO_TRAINER,
     RL_TRAINER,
     SFT_TRAINER,
     TrainerRanks,
@@ -98,14 +97,14 @@ def _gpus_of(models: Sequence[FrozenModel]) -> tuple[int, ...]:
 
 
 def plan_sft(config: SFTConfig, paths: RunPaths, placement: Placement, resume_step: int | None) -> Job:
-    """The ranks of the trainer of `sft` or `dpo`, and what evaluates its exports. `resume_step` is the step that "the
-    latest" (-1) in the config stands for."""
+    """The ranks of the trainer of `sft`, `dpo` or `rm`, and what evaluates its exports. `resume_step` is the step that
+    "the latest" (-1) in the config stands for."""
     request, evaluation = sft_request(config), evaluation_of(config)
     own_cores = _spins(placement) if evaluation is None else {}
     envs = [_threads(each, request.train) | own_cores for each in placement.each]
     command = config.component
-    program = {"sft": SFT_TRAINER, "dpo": DPO_TRAINER}[command]
-    ranks = TrainerRanks(program, paths.config(command), request.train, placement.meeting_place)
+    other = None if command == "sft" else command  # the module's default
+    ranks = TrainerRanks(SFT_TRAINER, paths.config(command), request.train, placement.meeting_place, command=other)
     processes = _trainer(command, ranks, paths, placement.each, envs, *_resume_flags(config.ckpt, resume_step))
     configs: dict[str, BaseSettings] = {command: config}
     if evaluation is not None:

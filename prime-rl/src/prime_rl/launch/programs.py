@@ -18,7 +18,6 @@ from prime_rl.utils.errors import CannotStart
 
 RL_TRAINER = "prime_rl.trainer.rl.train"
 SFT_TRAINER = "prime_rl.trainer.sft.train"
-DPO_TRAINER = "prime_rl.trainer.preferences.train"
 EVALUATOR = "prime_rl.eval.evaluate"
 
 POLITELY = ("nice", "-n", "10")
@@ -119,6 +118,8 @@ class TrainerRanks:
     """Rank of the first one on this node."""
     total: int | None = None
     """Number on all nodes. None: there is only this one."""
+    command: str | None = None
+    """What the module trains. None: it trains one thing."""
 
     def processes(
         self, paths: RunPaths, python: str, env: Mapping[str, str], gpus: tuple[str, ...], *flags: str
@@ -127,7 +128,7 @@ class TrainerRanks:
 
         SIGUSR1 makes the trainer write a checkpoint.
         """
-        argv = (python, "-m", self.module, "@", str(self.config), *flags)
+        argv = (python, "-m", self.module, *filter(None, [self.command]), "@", str(self.config), *flags)
         return tuple(
             replace(
                 _completing(rank_name(rank), argv, paths, _unbuffered(env) | self._rank_env(rank)),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from prime_rl.configs.ranges import AUTO
+from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.configs.surface.resuming import ResumeRule, rule_for
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.contents import find_damage, read_contents
@@ -175,7 +176,7 @@ class SavedSteps:
 
     def _epochs_of(self, step: int) -> float | None:
         """The `num_epochs` that the run that saved `step` was to train for; None if it had none, or nothing tells."""
-        files = [self.paths.saved_config(step, component) for component in ("sft", "dpo")]
+        files = [self.paths.saved_config(step, component) for component in SFT_COMMANDS]
         file = next((each for each in files if each.is_file()), files[0])
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -277,7 +278,7 @@ class Changes:
 
 def compared_configs(config: BaseSettings) -> dict[str, BaseSettings]:
     """The configs that a resume compares, by component: the sections of an RL run, or else `config` itself."""
-    names = () if type(config).component in ("sft", "dpo") else ("trainer", *_COMPONENTS)
+    names = () if type(config).component in SFT_COMMANDS else ("trainer", *_COMPONENTS)
     sections = {name: section for name in names if (section := getattr(config, name, None)) is not None}
     return sections or {type(config).component: config}
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from prime_rl.trainer.model.scoring import output_head
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -195,7 +196,7 @@ def total_memory_gib(device: torch.device) -> float:
 def _matrix_flops(model: PreTrainedModel) -> int:
     experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None)
     share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
-    head = list(model.get_output_embeddings().parameters())
+    head = list(output_head(model).parameters())
     total = sum(_flops_of(p) for p in head)
     # An embedding lookup is not a matrix product. The head, which may share its weight, is counted above.
     skipped = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}

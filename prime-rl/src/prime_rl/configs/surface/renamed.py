@@ -12,6 +12,8 @@ from typing import Literal
 from prime_rl.utils.pydantic_config.schema import Section, has_key
 
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
+SFT_COMMANDS = ("sft", "dpo", "rm")
+"""The commands that SFT's loop trains for. The config of each has all keys of `sft`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +457,7 @@ def split_component(component: str, key: str) -> tuple[str, str]:
     head, _, rest = key.partition(".")
     if component in ("rl", "eval") and rest and head.removeprefix("teacher_") in SECTIONS_OF_RL:
         return head.removeprefix("teacher_"), rest
-    if component in ("sft", "dpo") and rest and head == "inference":
+    if component in SFT_COMMANDS and rest and head == "inference":
         return head, rest
     return component, key
 
@@ -465,8 +467,8 @@ def find_renamed(component: str, key: str) -> tuple[Renamed, str] | None:
 
     None if no version that we know of has the key.
     """
-    # A name of `sft` is one of `dpo` too, which has all of its keys.
-    for owner in (component, "sft") if component == "dpo" else (component,):
+    # A name of `sft` is one of `dpo` and `rm` too, which have all of its keys.
+    for owner in (component, "sft") if component in SFT_COMMANDS else (component,):
         parts = [owner, *key.split(".")]
         for length in range(len(parts), 1, -1):
             table = ".".join(parts[:length])
@@ -505,7 +507,7 @@ def _place(root: Section, component: str, owner: str, prefix: str, new: str) -> 
     target, _, key = new.partition(".")
     if target == owner:
         return prefix + key, ""
-    if target == component or (target, component) == ("sft", "dpo"):
+    if target == component or (target == "sft" and component in SFT_COMMANDS):
         return key, ""
     return (new, "") if target in root.model_fields else (key, f" in the config of {target}")
 

@@ -221,7 +221,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "inference.toml_files",
     ),
     # Preferences.
-    _rule("applied", "", "dpo.loss"),
+    _rule("applied", "", "dpo.loss", "rm.loss"),
     # A whole RL run.
     _rule("attempt", "its values are in the components' sections, which are compared", "rl"),
 )
@@ -243,8 +243,8 @@ def rule_for(component: str, key: str) -> ResumeRule:
 
 def _spellings(parts: Sequence[str]) -> tuple[str, ...]:
     component, *key = parts
-    # A rule for `sft` holds for `dpo`, which has all of its keys.
-    also = {"sft": ("*",), "dpo": ("sft", "*"), "trainer": ("*",)}.get(component, ())
+    # A rule for `sft` holds for `dpo` and `rm`, which have all of its keys.
+    also = {"sft": ("*",), "dpo": ("sft", "*"), "rm": ("sft", "*"), "trainer": ("*",)}.get(component, ())
     return tuple(".".join([each, *key]) for each in (component, *also))
 
 

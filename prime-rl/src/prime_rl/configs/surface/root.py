@@ -10,7 +10,13 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from prime_rl.configs.surface.not_built import ignored_keys
-from prime_rl.configs.surface.renamed import SECTIONS_OF_RL, find_renamed, hint_for_renamed, split_component
+from prime_rl.configs.surface.renamed import (
+    SECTIONS_OF_RL,
+    SFT_COMMANDS,
+    find_renamed,
+    hint_for_renamed,
+    split_component,
+)
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning
 from prime_rl.utils.pydantic_config.faults import MOST_PLACES
 from prime_rl.utils.pydantic_config.schema import has_key
@@ -27,6 +33,7 @@ class _Roots(Mapping[str, type[BaseSettings]]):
         "rl": "prime_rl.configs.rl:RLConfig",
         "sft": "prime_rl.configs.sft:SFTConfig",
         "dpo": "prime_rl.configs.dpo:DPOConfig",
+        "rm": "prime_rl.configs.rm:RewardModelConfig",
         "eval": "prime_rl.configs.eval:OfflineEvalConfig",
         "trainer": "prime_rl.configs.trainer:TrainerConfig",
         "orchestrator": "prime_rl.configs.orchestrator:OrchestratorConfig",
@@ -45,6 +52,12 @@ class _Roots(Mapping[str, type[BaseSettings]]):
 
 
 ROOTS = _Roots()
+
+
+def taken_from(argv: list[str]) -> type[BaseSettings]:
+    """The root of the command of SFT's loop that `argv` names first, as in `dpo @ dpo.toml`, and that is removed from
+    it. Without one it is SFT's."""
+    return ROOTS[argv.pop(0) if argv and argv[0] in SFT_COMMANDS else "sft"]
 
 
 def unknown_counts(keys: Iterable[str]) -> dict[str, int]:
@@ -72,10 +85,10 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
 def _is_meant(kind: str, keys: Sequence[str]) -> bool:
     """Whether a file with these keys may be for `kind`, if it has them all.
 
-    `dpo` has every key of `sft`. Only its loss, together with data, distinguishes a file from those of `sft` and
-    `trainer`.
+    `dpo` and `rm` have every key of `sft`. Only their loss, together with data, distinguishes a file from those of
+    `sft` and `trainer`.
     """
-    if kind != "dpo":
+    if kind == "sft" or kind not in SFT_COMMANDS:
         return True
     heads = {".".join(key.split(".")[:2]) for key in keys}
     return any(head.startswith("loss.") for head in heads) and not heads.isdisjoint(("data.name", "data.sources"))

@@ -20,6 +20,7 @@ from prime_rl.checks.adapters import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.build import own_class
+from prime_rl.trainer.model.loading import has_score
 from prime_rl.trainer.model.lora import (
     PeftAdapter,
     adapter_parameter_names,
@@ -160,12 +161,13 @@ def write_export(
             (scratch / "config.json").write_text(json.dumps(part.config(export.dtype), indent=2, sort_keys=True) + "\n")
             for file in filter(Path.is_file, (part.folder / name for name in PROCESSOR_FILES)):
                 (scratch / file.name).write_bytes(file.read_bytes())
-        generation_config = copy.deepcopy(model.generation_config)
-        generation_config.use_cache = True
-        if generation_config.eos_token_id is None:
-            generation_config.eos_token_id = tokenizer.eos_token_id
-        # `save_pretrained` refuses the inconsistent sampling defaults that many hub models ship.
-        generation_config.to_json_file(scratch / "generation_config.json")
+        if not has_score(model):
+            generation_config = copy.deepcopy(model.generation_config)
+            generation_config.use_cache = True
+            if generation_config.eos_token_id is None:
+                generation_config.eos_token_id = tokenizer.eos_token_id
+            # `save_pretrained` refuses the inconsistent sampling defaults that many hub models ship.
+            generation_config.to_json_file(scratch / "generation_config.json")
         save_tokenizer(tokenizer, scratch)
         if export.adapter is not None:
             save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)

@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     dynamic_module_utils,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.model_description import ModelDescription
@@ -41,12 +43,14 @@ from prime_rl.trainer.model.loading import (
     checkpoint_files,
     compute_buffers,
     fill,
+    has_score,
+    put_own,
     spread,
     unchanged,
     untie_different,
 )
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, float32_names, load_adapter, log_adapters
-from prime_rl.trainer.model.scoring import Layout, enable_scoring, score_tokens, scoring_of
+from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
@@ -137,15 +141,31 @@ def _probes(model: PreTrainedModel) -> list[list[int]]:
 
 def _model_logits(model: PreTrainedModel, device: torch.device, kernel: str) -> list[Tensor]:
     """The model's own logits for each probe, with the attention `kernel`. Collective."""
-    # One forward pass for all: causal attention hides the padding of the shorter sequences.
     sequences = [torch.tensor(tokens, device=device) for tokens in _probes(model)]
     before = model.config._attn_implementation
     model.config._attn_implementation = kernel
     try:
-        logits_NTV = model(input_ids=pad_sequence(sequences, batch_first=True), use_cache=False).logits
+        # One forward pass for all: causal attention hides the padding of the shorter sequences.
+        logits_NTV = _all_logits(model, pad_sequence(sequences, batch_first=True))
     finally:
         model.config._attn_implementation = before
     return [logits_TV[: len(tokens)] for logits_TV, tokens in zip(logits_NTV, sequences, strict=True)]
+
+
+def _all_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The model's own logits of every token. A reward model returns those of the last ones; its head computes all."""
+    if not has_score(model):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+        return logits
+    kept: list[Tensor] = []
+    hook = output_head(model).register_forward_hook(lambda module, inputs, output: kept.append(output))
+    try:
+        # One sequence at a time: without a padding token, the model takes no more.
+        for sequence in input_ids:
+            model(input_ids=sequence[None], use_cache=False)
+    finally:
+        hook.remove()
+    return torch.cat(kept)
 
 
 def _match(
@@ -216,9 +236,17 @@ _DROPOUT_SEED = 0
 
 
 def setup_model(
-    config: ModelConfig, mesh: Mesh, *, has_dropout: bool = False, products: ProductChoice | None = None
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    has_dropout: bool = False,
+    products: ProductChoice | None = None,
+    is_scored: bool = False,
 ) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
+
+    With `is_scored` it is a reward model: Transformers' class for sequence classification with one label. Its head
+    `score` is drawn, unless the checkpoint is of that class.
 
     `products` chooses how matrix products are computed on a CPU; None: without measuring.
 
@@ -239,15 +267,18 @@ def setup_model(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model_config, is_part = load_model_config(config)
+    kind = _reward_class(config, model_config, is_part) if is_scored else AutoModelForCausalLM
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     # Without values, which come after sharding: no process ever holds the whole model.
-    model = _build_blank(model_config, options)
+    model = _build_blank(kind, model_config, options)
+    if is_scored and not has_score(model):
+        raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
     weights: Callable[[PreTrainedModel], None]
     if config.debug.random_init:
         # Rank 0 draws the whole model, on the host if there are other ranks.
         drawn_on = home if process.world_size == 1 else torch.device("cpu")
-        drawn = _draw(model_config, options, drawn_on)
+        drawn = _draw(kind, model_config, options, drawn_on)
         if is_part and process.is_main:
             name = type(model).__name__
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
@@ -280,7 +311,8 @@ def setup_model(
         draw_adapters(model)
         if config.lora.path is not None:
             load_adapter(model, Path(config.lora.path), is_main=process.is_main)
-    model.generation_config = _generation_config(model, config, process)
+    if not is_scored:
+        model.generation_config = _generation_config(model, config, process)
     keep_gradients(model, process)
     enable_scoring(model, layers)
     # With compilation, every combination of sequence lengths would need its own graph.
@@ -424,6 +456,9 @@ def _find_weights(
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(load_error("model.name", config.name, error) + hint) from error
+    draws_score = has_score(model) and not is_classifier(model.config)
+    if draws_score:
+        plan = plan.without_head()
     if fault := loading_fault(plan.report):
         raise ModelError(f"{key}: {fault}")
     if process.is_main and config.debug.num_layers is None and (unused := unused_tensors(plan.report)):
@@ -436,10 +471,19 @@ def _find_weights(
     merge = None if config.adapter is None else Merge.of(model, Path(config.adapter))
     if merge is not None and process.is_main:
         get_logger().info(f"Merged the adapter {merge.folder} into the model")
-    return partial(fill, plan=plan, dtype=dtype, change=unchanged if merge is None else merge.change)
+    change = unchanged if merge is None else merge.change
+
+    def read(model: PreTrainedModel) -> None:
+        fill(model, plan, dtype, change)
+        if draws_score:
+            draw_score(model)
+
+    return read
 
 
-def _draw(model_config: PretrainedConfig, options: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _draw(
+    kind: Any, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device
+) -> dict[str, Tensor]:
     """Random weights of the whole model from a fixed seed, drawn on `device`.
 
     A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
@@ -448,7 +492,7 @@ def _draw(model_config: PretrainedConfig, options: dict[str, Any], device: torch
         return {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_RANDOM_INIT_SEED)
-        whole = AutoModelForCausalLM.from_config(model_config, **options)
+        whole = kind.from_config(model_config, **options)
         return dict(_in_one_dtype(whole, options["dtype"]).state_dict())
 
 
@@ -467,10 +511,44 @@ def _export_alone(model: PreTrainedModel, process: Process) -> None:
         )
 
 
-def _build_blank(model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """The model that the code of its family builds, without values."""
+def _build_blank(kind: Any, model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model that the code of its family builds, without values. `kind` is an automatic class of Transformers."""
     with torch.device("meta"):
-        return _in_one_dtype(AutoModelForCausalLM.from_config(model_config, **options), options["dtype"])
+        return _in_one_dtype(kind.from_config(model_config, **options), options["dtype"])
+
+
+def _reward_class(config: ModelConfig, model_config: PretrainedConfig, is_part: bool) -> Any:
+    """The automatic class of a reward model. Sets the number of its labels.
+
+    Raises:
+        ModelError: Transformers has no such class for the model, or the checkpoint has several labels.
+    """
+    where, kind = f"model.name = {config.name}", model_config.model_type
+    if is_part:
+        raise ModelError(f"{where}: a reward model of a checkpoint with several parts is not supported")
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model_config), None)
+    if found is None:
+        raise ModelError(f"{where}: Transformers has no class for a reward model of the type {kind!r}")
+    if is_classifier(model_config) and model_config.num_labels != 1:
+        raise ModelError(f"{where}: a classifier with {model_config.num_labels} labels, and a reward model has one")
+    model_config.num_labels = 1
+    return AutoModelForSequenceClassification
+
+
+def is_classifier(model_config: PretrainedConfig) -> bool:
+    """Whether the checkpoint of a config has the head of a class for sequence classification."""
+    return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or ())
+
+
+_SCORE_SEED = 0
+
+
+def draw_score(model: PreTrainedModel) -> None:
+    """Draw the head `score` of a sharded model as Transformers does, alike for any number of processes."""
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    weight = model.get_parameter("score.weight")
+    generator = torch.Generator().manual_seed(_SCORE_SEED)
+    put_own(weight, torch.empty(weight.shape).normal_(0, std, generator=generator))
 
 
 def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -129,6 +129,12 @@ class Plan:
     report: Mapping[str, Any]
     """As Transformers' `output_loading_info`."""
 
+    def without_head(self) -> Plan:
+        """The plan for a model whose head `score` is new: the files have another one instead, or none."""
+        unused = {name for name in self.report["unexpected_keys"] if not name.startswith("lm_head.")}
+        missing = set(self.report["missing_keys"]) - {"score.weight"}
+        return replace(self, report={**self.report, "missing_keys": missing, "unexpected_keys": unused})
+
 
 @dataclass(frozen=True, slots=True)
 class _Turned:
@@ -213,6 +219,11 @@ class Checkpoint:
         info = LoadStateDictInfo(set(missing), unexpected, mismatched, [], {}, set())
         model._adjust_missing_and_unexpected_keys(info)
         return Plan(recipes, [each for each in conversions if each.was_used()], info.to_dict())
+
+
+def has_score(model: nn.Module) -> bool:
+    """Whether the model's head is that of a reward model, `score`: one value per token."""
+    return isinstance(getattr(model, "score", None), nn.Linear)
 
 
 def names_of_shared(model: nn.Module) -> list[list[str]]:

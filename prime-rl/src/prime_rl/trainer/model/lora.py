@@ -31,7 +31,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, is_regex
-from prime_rl.trainer.model.loading import Index, index_of, put, put_own
+from prime_rl.trainer.model.loading import Index, has_score, index_of, put, put_own
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
 from prime_rl.utils.errors import StartFault
@@ -262,6 +262,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
     """
     if config is None:
         return model
+    if has_score(model) and not any(matches(pattern, "score") for pattern in config.modules_to_save):
+        # As PEFT does for its task SEQ_CLS: the head is new.
+        config = config.model_copy(update={"modules_to_save": [*config.modules_to_save, "score"]})
     chosen = select_modules(model, config)
     model.requires_grad_(False)
     for module in chosen.saved.values():
@@ -594,7 +597,7 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     lora = next(module for module in model.modules() if isinstance(module, LowRank))
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_score(model) else "CAUSAL_LM",
         "base_model_name_or_path": _place(model.config.name_or_path),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,

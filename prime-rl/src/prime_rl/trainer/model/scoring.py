@@ -33,6 +33,7 @@ from prime_rl.trainer.model.layouts import (
     find_shared_prefixes,
     fold,
 )
+from prime_rl.trainer.model.loading import has_score
 from prime_rl.trainer.model.lora import is_adapted
 from prime_rl.transport.weights import to_device
 
@@ -171,8 +172,15 @@ def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_
     return min(layouts, key=lambda layout: layout.cost(hidden_size))
 
 
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The layer behind the final hidden states."""
+    return cast("nn.Module", model.score if has_score(model) else model.get_output_embeddings())
+
+
 def _logits_of(model: PreTrainedModel) -> LogitsOf:
-    head, scale = model.get_output_embeddings(), logit_scale(model)
+    head, scale = output_head(model), logit_scale(model)
+    if has_score(model):  # scales and caps of a config are those of a vocabulary
+        return head
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is None:
         return head if scale == 1 else lambda hidden: head(hidden) * scale

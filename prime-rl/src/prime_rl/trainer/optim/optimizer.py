@@ -196,7 +196,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 _RMS_OF_ADAMW = 0.2
-_VOCABULARY = ("embed_tokens", "lm_head")
+_VOCABULARY = ("embed_tokens", "lm_head", "score")
 
 
 class Muon(Optimizer):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +21,7 @@ from prime_rl.checks import refuse_unstartable
 from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.configs.surface.root import taken_from
 from prime_rl.run.process import end_with_launch
 from prime_rl.trainer.process.errors import exit_on_error
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
@@ -55,11 +56,12 @@ _SHOWN_FAULTS = 20
 _SAY_EVERY_S = 3
 
 
-def main(config_class: type[SFTConfig] = SFTConfig) -> None:
+def main() -> None:
     """Print the report. Exit codes: 0 ok, 1 the run would not start, 2 bad config."""
     end_with_launch()
     start_program()
-    config = parse_argv_or_exit(config_class)
+    argv = sys.argv[1:]
+    config = cast("SFTConfig", parse_argv_or_exit(taken_from(argv), argv=argv))
     refuse_unbuilt(config)
     refuse_unstartable(config)
     setup_logger("warning")
@@ -183,7 +185,7 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     add("rows inspected", basis)
     if config.split is not None and config.split.is_validation:
         add(f"rows held out by {config.split}", f"{found.row_count:,}")
-    if config.holds not in ("samples", "pairs"):
+    if config.holds in ("labels", "mismatched labels"):
         add("good answers", f"{found.desirable:,} of {found.samples:,} ({found.desirable / max(found.samples, 1):.1%})")
     add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
     add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")

@@ -154,8 +154,13 @@ class StepReporter:
 
 
 def _shown(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics of preferences that log lines show."""
-    names = {"rewards/accuracies": "Accuracy", "rewards/margins": "Margin"}
+    """The metrics of preferences and of reward models that log lines show."""
+    names = {
+        "rewards/accuracies": "Accuracy",
+        "rewards/margins": "Margin",
+        "accuracy": "Accuracy",
+        "margin": "Margin",
+    }
     return [f"{title}: {metrics[name]:.4f}" for name, title in names.items() if name in metrics]
 
 

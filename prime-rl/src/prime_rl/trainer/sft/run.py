@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from prime_rl.configs.dpo import DPOConfig
+from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
@@ -27,10 +28,12 @@ from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
 from prime_rl.trainer.preferences.objective import Preferences, Unpaired, kept_reference
+from prime_rl.trainer.preferences.reward_model import Ranking
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
+from prime_rl.trainer.sft.data.conversation import padding_id
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import setup_rows
 from prime_rl.trainer.sft.data.samples import DatasetStream
@@ -152,7 +155,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         of_val = config.val.data.model_copy(update={"template_date": today})
         validation = Validation(of_val, tokenizer, mesh, of_validation)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
-    model = setup_model(config.model, mesh, has_dropout=True, products=products)
+    is_scored = isinstance(objective, Ranking)
+    model = setup_model(config.model, mesh, has_dropout=True, products=products, is_scored=is_scored)
     # Added tokens may leave gaps, so that the highest id is above the number of tokens.
     highest, vocab_size = max(tokenizer.get_vocab().values()), model.config.get_text_config().vocab_size
     if highest >= vocab_size:
@@ -160,7 +164,10 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             f"the tokenizer has token ids up to {highest}, but model.name = {config.model.name} has embeddings for "
             f"0..{vocab_size - 1}"
         )
-    stop_at(model, end_ids, tokenizer)
+    if is_scored:
+        pad_with(model, tokenizer)
+    else:
+        stop_at(model, end_ids, tokenizer)
     # Before a checkpoint is loaded: the reference is the model that the run starts from.
     for each, stream in (
         (objective, rows.stream),
@@ -190,10 +197,20 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
 
 def objective_of(config: SFTConfig, data: DataConfig) -> Objective:
     """What the command of a config minimises, on some data."""
+    if isinstance(config, RewardModelConfig):
+        return Ranking(config.loss)
     if not isinstance(config, DPOConfig):
         return CrossEntropy()
     assert isinstance(data, SFTDataConfig), "checked by the config"
     return Unpaired(config.loss, data) if config.loss.is_unpaired else Preferences(config.loss)
+
+
+def pad_with(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make exports name the padding token, so that Transformers scores the tokens that were trained."""
+    padding = padding_id(tokenizer)
+    model.config.get_text_config().pad_token_id = padding
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
 
 
 def stop_at(model: PreTrainedModel, end_ids: set[int], tokenizer: PreTrainedTokenizerBase) -> None:

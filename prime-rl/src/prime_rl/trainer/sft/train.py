@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from typing import cast
+
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
+from prime_rl.configs.surface.root import taken_from
 from prime_rl.run.process import end_with_launch, report_completion
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.utils.imports import bound_kernel_caches, import_transformers, import_without_gc
@@ -11,12 +15,13 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
 
 
-def main(config_class: type[SFTConfig] = SFTConfig) -> None:
+def main() -> None:
     """Load the config and train. Exit codes: 0 done (or `dry_run`), 1 failed, 2 bad config, 143 stopped by a signal."""
     end_with_launch()
     start_program()
     write_stacks_on_signal()
-    config = parse_argv_or_exit(config_class)
+    argv = sys.argv[1:]
+    config = cast("SFTConfig", parse_argv_or_exit(taken_from(argv), argv=argv))
     refuse_unbuilt(config)
     if config.dry_run:
         return

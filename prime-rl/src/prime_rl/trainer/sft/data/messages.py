@@ -22,7 +22,7 @@ def renamed(row: Row, config: RowFormatConfig) -> Row:
     """A row under our names for its columns, for the keys of its messages, and for their roles."""
     columns = config.columns
     if chosen := columns.of_rows:
-        kept = {name: row[name] for name in WITH_EVERY_FORMAT if name in row}
+        kept = {name: row[name] for name in (*WITH_EVERY_FORMAT, "margin") if name in row}
         row = NamedRow({**kept, **{ours: row.get(theirs) for ours, theirs in chosen.items()}}, chosen)
     if not (columns.role or columns.content or config.roles):
         return row
@@ -47,6 +47,7 @@ def check_columns(part: Part, row: Row) -> None:
     formats, expected = {
         "samples": (FORMATS, EXPECTED),
         "pairs": ((SIDES,), EXPECTED_PAIR),
+        "scored pairs": ((SIDES,), EXPECTED_PAIR),
     }.get(part.holds, (LABELLED_FORMATS, EXPECTED_LABEL))
     if not any(all(name in columns for name in kind) for kind in formats):
         is_labelled = part.holds == "pairs" and "label" in columns

@@ -111,7 +111,7 @@ class PackedRow:
 def lay_out(samples: Sequence[Sample], row_tokens: int, seq_len: int) -> PackedRow:
     """Concatenate samples, cut or padded to `row_tokens`. Padding consists of sequences of at most `seq_len` tokens."""
     padding = max(0, row_tokens - sum(sample.inputs for sample in samples))
-    sequences = [each for sample in samples for each in sample.sequences]
+    sequences = [each for sample in samples for each in sample.packed]
     zeros = np.zeros(padding, dtype=np.int64)
 
     def joined(parts: Iterable[np.ndarray], behind: np.ndarray, dtype: type = np.int64) -> np.ndarray:

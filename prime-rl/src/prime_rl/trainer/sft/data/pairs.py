@@ -9,8 +9,9 @@ write them. Each answer becomes a row of SFT, so both are tokenized and masked a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -35,14 +36,32 @@ class Pair:
     rejected: TokenizedSample
     key: int = -1
     """Index of the dataset's row, by which the reference's log-probabilities are found. -1 if rows are streamed."""
+    margin: float = 0.0
+    """How much better the chosen answer is, for a reward model."""
+    padding_id: int | None = None
+    """For a reward model: the token that pads. The last other token of a sequence is scored."""
 
     @property
     def sequences(self) -> tuple[TokenizedSample, ...]:
         return self.chosen, self.rejected
 
     @property
+    def packed(self) -> tuple[TokenizedSample, ...]:
+        """The sequences as a row holds them."""
+        return self.sequences if self.padding_id is None else tuple(map(self._scored, self.sequences))
+
+    def _scored(self, sequence: TokenizedSample) -> TokenizedSample:
+        """The sequence with a target behind its last token, of which only that of the scored token is trained."""
+        ids = sequence.token_ids
+        # As Transformers' classes for sequence classification: they take what is behind for padding, also an end token.
+        (others,) = np.nonzero(ids != self.padding_id)
+        is_trained = np.zeros(len(ids) + 1, dtype=bool)
+        is_trained[int(others[-1]) + 1 if len(others) else 1] = True
+        return replace(sequence, token_ids=np.append(ids, ids.dtype.type(0)), is_trained=is_trained)
+
+    @property
     def inputs(self) -> int:
-        return self.chosen.inputs + self.rejected.inputs
+        return sum(map(len, self.sequences)) - (2 if self.padding_id is None else 0)
 
     @property
     def targets(self) -> int:
@@ -70,6 +89,11 @@ class Labelled:
 
     @property
     def sequences(self) -> tuple[TokenizedSample, ...]:
+        return (self.sequence,)
+
+    @property
+    def packed(self) -> tuple[TokenizedSample, ...]:
+        """The sequences as a row holds them."""
         return (self.sequence,)
 
     @property
@@ -178,6 +202,20 @@ def scores_are_flipped(row: Row) -> bool:
     return isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected
 
 
+def margin_of(row: Row) -> float:
+    """How much better the chosen answer is: the column `margin`, 0 without it.
+
+    Raises:
+        RowFault: it is not a finite number.
+    """
+    margin = row.get("margin")
+    if is_missing(margin):
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {margin!r}")
+    return float(margin)
+
+
 def _answer(row: Row, name: str) -> Any:
     if is_missing(row.get(name)):
         raise RowFault(f"`{column_name(row, name)}` is missing")
@@ -218,6 +256,7 @@ __all__ = [
     "Pair",
     "have_equal_prompts",
     "labelled_of",
+    "margin_of",
     "scores_are_flipped",
     "sides_of",
     "with_answer_of",

@@ -17,6 +17,7 @@ from prime_rl.trainer.sft.data.conversation import (
     ConversationTokenizer,
     TokenizedSample,
     UnmaskableSample,
+    padding_id,
     special_ids,
 )
 from prime_rl.trainer.sft.data.pairs import (
@@ -24,6 +25,7 @@ from prime_rl.trainer.sft.data.pairs import (
     Pair,
     have_equal_prompts,
     labelled_of,
+    margin_of,
     scores_are_flipped,
     sides_of,
     with_answer_of,
@@ -155,6 +157,10 @@ class SampleMaker:
             config.template_date,
         )
         self._special_ids = frozenset(special_ids(tokenizer))
+        self._are_scored = config.holds == "scored pairs"
+        self._padding_id = padding_id(tokenizer) if self._are_scored else None
+        # A row holds all tokens of a scored sequence, and of others all but the last, which is a target alone.
+        self._most_inputs = config.seq_len - self._are_scored
 
     def __call__(self, entry: Entry) -> Made:
         """Tokenize, mask and cut a row.
@@ -166,7 +172,7 @@ class SampleMaker:
         row = entry.read()
         try:
             with time_limit(self.max_row_s):
-                sequences = self._sequences(row)
+                sequences, margin = self._sequences(row), self._margin(row)
         except UnmaskableSample:
             return Made(None, "unmaskable")
         except (BadRow, RecursionError) as error:
@@ -182,7 +188,7 @@ class SampleMaker:
                 "for a loop in the chat template"
             ) from None
         longest = max(sequences, key=lambda each: each.inputs)
-        is_overlong = longest.inputs > self.config.seq_len
+        is_overlong = longest.inputs > self._most_inputs
         if is_overlong and self.config.overlong == "error":
             count = f"at least {longest.inputs}" if longest.is_cut else longest.inputs
             raise DataError(
@@ -195,7 +201,7 @@ class SampleMaker:
             return Made(None, "overlong", inputs, of_sides=of_sides)
         if is_overlong and self.config.overlong == "split":
             return self._split(longest)
-        cut = [each.first(self.config.seq_len) for each in sequences]
+        cut = [each.first(self._most_inputs) for each in sequences]
         if not all(each.targets for each in cut):
             return Made(None, "untrainable", inputs, of_sides=of_sides)
         ends = [self._end_id(each) for each in sequences]
@@ -205,7 +211,7 @@ class SampleMaker:
         key = -1 if entry.key is None else entry.key
         samples: Sequence[Sample] = cut
         if self.config.holds_pairs:
-            samples = [Pair(cut[0], cut[1], key)]
+            samples = [Pair(cut[0], cut[1], key, margin, self._padding_id)]
         elif self.config.holds != "samples":
             labels = [label for _, label in labelled_of(row)]
             samples = [
@@ -255,6 +261,13 @@ class SampleMaker:
             raise DataError(f"{entry.where}: found no other row: loss.type = 'kto' estimates its KL from their answers")
         return with_answer_of(sequence, other).first(self.config.seq_len)
 
+    def _margin(self, row: Row) -> float:
+        """How much better the chosen answer of a pair is, for a reward model."""
+        try:
+            return margin_of(row) if self._are_scored else 0.0
+        except RowFault as fault:
+            raise BadRow(str(fault)) from fault
+
     def _equal_pair(self, entry: Entry, *, is_cut: bool) -> Made:
         fault = "chosen and rejected have the same tokens"
         if is_cut:
@@ -284,7 +297,8 @@ def as_bytes(samples: Sequence[Sample]) -> list[Any]:
 
 def _as_bytes(sample: Sample) -> tuple[Any, ...]:
     if isinstance(sample, Pair):
-        return sample.key, as_bytes(sample.sequences)
+        key = sample.key if sample.padding_id is None else (sample.key, sample.margin, sample.padding_id)
+        return key, as_bytes(sample.sequences)
     if isinstance(sample, Labelled):
         mismatched = () if sample.mismatched is None else (sample.mismatched,)
         return sample.key, as_bytes([sample.sequence, *mismatched]), sample.is_desirable
@@ -298,11 +312,11 @@ def from_bytes(saved: Sequence[Any]) -> list[Any]:
         if label:
             sequence, *mismatched = from_bytes(second)
             samples.append(Labelled(sequence, label[0], first, *mismatched))
-        elif isinstance(first, int):
-            chosen, rejected = from_bytes(second)
-            samples.append(Pair(chosen, rejected, first))
-        else:
+        elif isinstance(first, bytes):
             samples.append(TokenizedSample(np.frombuffer(first, np.int32), np.frombuffer(second, bool)))
+        else:
+            chosen, rejected = from_bytes(second)
+            samples.append(Pair(chosen, rejected, *([first] if isinstance(first, int) else first)))
     return samples
 
 
