@@ -69,7 +69,7 @@ def table_in(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ("", "Missing command. Give one of sft, dpo, rl, eval, "),
+        ("", "Missing command. Give one of sft, dpo, rm, rl, eval, "),
         ("env", "Missing command. Give one of new, check, try, install, list, uninstall, or --help"),
         ("sft {sft} --train-gpus 2", "--train-gpus: unknown option; did you mean --gpus?"),
         (

@@ -68,7 +68,7 @@ def values(table: dict[str, object], line: str) -> list[str]:
         ("medarc_train watch ", ["outputs/new", "outputs/old", "my files/", "outputs/"]),
         ("medarc_train watch outputs/o", ["outputs/old"]),
         ("medarc_train explain base.toml trainer.optim.l", ["trainer.optim.lr"]),
-        ("medarc_train explain base.toml --as ", ["rl", "sft", "dpo", "eval"]),
+        ("medarc_train explain base.toml --as ", ["rl", "sft", "dpo", "rm", "eval"]),
         ("medarc_train explain base.toml --as sft val.in", ["val.interval"]),
         ("medarc_train nothing ", []),
         ("medarc_train --show-completion f", ["fish"]),

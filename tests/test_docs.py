@@ -18,6 +18,7 @@ import pytest
 from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import load_config
 
@@ -120,7 +121,7 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
     written = tomllib.loads(block)
     config_cls: type[SFTConfig | OfflineEvalConfig | RLConfig] = RLConfig
     if "loss" in written:
-        config_cls = DPOConfig
+        config_cls = RewardModelConfig if "center_rewards_coefficient" in written["loss"] else DPOConfig
     elif written.keys() & {"data", "val", "eval"}:
         config_cls = SFTConfig
     elif written.keys() & {"env", "num_examples"}:

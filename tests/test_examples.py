@@ -21,7 +21,7 @@ from prime_rl.run.paths import RunPaths
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 REVERSE_TEXT = EXAMPLES / "reverse_text"
-TOML_FILES = [path for kind in ("rl", "sft", "dpo") for path in sorted(EXAMPLES.rglob(f"{kind}*.toml"))]
+TOML_FILES = [path for kind in ("rl", "sft", "dpo", "rm") for path in sorted(EXAMPLES.rglob(f"{kind}*.toml"))]
 
 
 def header_command(path: Path) -> list[str]:

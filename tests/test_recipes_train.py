@@ -26,6 +26,7 @@ import tomli_w
 from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.plan import component_configs
 from prime_rl.run.directory import write_configs
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^`([\w.]+)`:\n\n```(?:jsonl|csv|tsv)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-KINDS = ("rl", "sft", "dpo", "eval")
+KINDS = ("rl", "rm", "sft", "dpo", "eval")
 RECIPES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name.startswith(KINDS))
 
 CHECKPOINT, CONTEXT = "examples/reverse_text/checkpoint", "512"
@@ -97,6 +98,13 @@ ENVIRONMENTS_OF = {"gymnasium": "gymnasium", "reasoning-gym": "reasoning_gym"}
 """Packages that environments need (`uv sync --extra environments`)."""
 
 
+def root_of_training(table: Mapping[str, Any]) -> type[SFTConfig]:
+    """The root of a block of SFT, DPO or a reward model, which have a loss of their own."""
+    if "loss" not in table:
+        return SFTConfig
+    return RewardModelConfig if "center_rewards_coefficient" in table["loss"] else DPOConfig
+
+
 @dataclass(frozen=True)
 class Block:
     """A TOML block, and the files that its page shows before it."""
@@ -113,7 +121,7 @@ class Block:
     def kind(self) -> type[SFTConfig | OfflineEvalConfig | RLConfig]:
         """Blocks of RL are pieces of its sections, or keys that all runs share."""
         if self.table.keys() & {"data", "eval"}:
-            return DPOConfig if "loss" in self.table else SFTConfig
+            return root_of_training(self.table)
         return OfflineEvalConfig if self.table.keys() & {"env", "num_examples"} else RLConfig
 
     @property
@@ -163,7 +171,7 @@ def train(cases: Mapping[str, list[str]], directory: Path) -> None:
 def small_sft(block: Block, directory: Path) -> list[str]:
     """The words of `medarc_train` for a block of SFT on the rows that its page shows, or on the shipped ones."""
     table, command = block.table, block.kind.component
-    rows = {"dpo": "safe_advice/preferences.jsonl", "sft": "reverse_text/demonstrations.jsonl"}[command]
+    rows = "reverse_text/demonstrations.jsonl" if command == "sft" else "safe_advice/preferences.jsonl"
     for name, text in block.files.items():
         write_data(directory / name, text)
     sources = table["data"].get("sources", [table["data"]])
@@ -201,8 +209,8 @@ def test_blocks_and_recipes_of_sft_train(tmp_path: Path) -> None:
         if recipe.name.startswith("sft") and name not in NOT_HERE:
             short = ("--scheduler.warmup-steps", "0", "--scheduler.decay-steps", "1")
             cases[name] = ["sft", "@", name, *SMALL_SFT, *short]
-        if recipe.name.startswith("dpo"):
-            cases[name] = ["dpo", "@", name, *SMALL_SFT]
+        if recipe.name.startswith(("dpo", "rm")):
+            cases[name] = [recipe.name.partition("_")[0], "@", name, *SMALL_SFT]
     assert len(cases) > 15
     train(cases, tmp_path)
 

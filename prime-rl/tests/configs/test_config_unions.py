@@ -19,7 +19,12 @@ from prime_rl.utils.pydantic_config import ConfigError, ConfigWarning, load_conf
 from prime_rl.utils.pydantic_config.layers import Layer, merge_layers, set_at, with_underscores
 from prime_rl.utils.pydantic_config.schema import alternatives, list_items, sections_among, tag_of, walk_fields
 
-NEEDED = {"eval": {"environment_ids": ["x"]}, "sft": {"data": {"seq_len": 64}}, "dpo": {"data": {"seq_len": 64}}}
+NEEDED = {
+    "eval": {"environment_ids": ["x"]},
+    "sft": {"data": {"seq_len": 64}},
+    "dpo": {"data": {"seq_len": 64}},
+    "rm": {"data": {"seq_len": 64}},
+}
 """What a root has no default for, by component."""
 REQUIRED = {"import_path": "x.y", "num_train_nodes": 1, "num_infer_nodes": 1}
 """Keys without a default, of some variant."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,7 +58,7 @@ ENTRIES = {
     "env_server": ("prime_rl.orchestrator.env_server",),
     "eval": ("prime_rl.entrypoints.eval", "prime_rl.eval.evaluate", "medarc_rl.medarc_train"),
 }
-ENTRIES["dpo"] = ("prime_rl.trainer.preferences.train", *ENTRIES["sft"])
+ENTRIES["dpo"] = ENTRIES["rm"] = ENTRIES["sft"]
 """The modules that the processes of each command start with."""
 
 HANDED_ON = {
@@ -73,7 +74,7 @@ HANDED_ON = {
     "prime_rl.configs.inference.ModelConfig": ("prime_rl.inference.vllm.serve", "model"),
     **{
         f"{place}.{key}": ("prime_rl.configs.rollouts.judges", "max_concurrent")
-        for place in ("sft.eval.judge", "dpo.eval.judge", "orchestrator.judge", "eval.judge")
+        for place in ("sft.eval.judge", "dpo.eval.judge", "rm.eval.judge", "orchestrator.judge", "eval.judge")
         for key in ("gpus", "device", "engine")
     },
 }
@@ -85,9 +86,10 @@ BEFORE_LOADING = {
     "rl.allocation_mode": "launched.py takes it from the tables, because it decides what the other keys become",
     "sft.allocation_mode": "as `rl.allocation_mode`",
     "dpo.allocation_mode": "as `rl.allocation_mode`",
+    "rm.allocation_mode": "as `rl.allocation_mode`",
     **{
         f"{root}.storage.work_dir": "a validator takes it from the table that `output_dir` on S3 becomes"
-        for root in ("rl", "sft", "dpo", "eval")
+        for root in ("rl", "sft", "dpo", "rm", "eval")
     },
 }
 """Keys that are read from tables before there is a config. Their own tests check what they do."""
@@ -100,7 +102,12 @@ BOUNDS = {
     "rl.deployment.num_teacher_nodes": "must stay unset: a run on several nodes starts no teacher",
     "sft.loss_impl": "`torch` is the only value that is supported",
 }
-BOUNDS |= {key.replace("sft.", "dpo.", 1): why for key, why in BOUNDS.items() if key.startswith("sft.")}
+BOUNDS |= {
+    key.replace("sft.", f"{root}.", 1): why
+    for root in ("dpo", "rm")
+    for key, why in BOUNDS.items()
+    if key.startswith("sft.")
+}
 """Keys that do their work in rules alone."""
 
 
@@ -309,8 +316,8 @@ def keys_of(component: str, section: Section, prefix: Key = ()) -> Iterator[tupl
     for name, field in section.model_fields.items():
         path = (*prefix, name)
         key = ".".join((component, *path))
-        # What `sft` does not support, `dpo` does not either.
-        names = (key, key.replace("dpo.", "sft.", 1))
+        # What `sft` does not support, `dpo` and `rm` do not either.
+        names = (key, re.sub(r"^(dpo|rm)\.", "sft.", key))
         if name == "toml_files" or any(entry.key in names and not entry.values for entry in NOT_BUILT):
             continue
         if name == "type" and isinstance(tag_of(section), str) and field.annotation is not str and is_tag(section):

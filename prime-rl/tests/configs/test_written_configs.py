@@ -36,6 +36,7 @@ NEEDED: dict[str, list[dict[str, Any]]] = {
     ],
     "sft": [{"max_steps": 40}, {"max_steps": 40, "eval": {"env": [ENVIRONMENT]}, "slurm": {}}],
     "dpo": [{"max_steps": 40, "loss": {"beta": 0.2}}],
+    "rm": [{"max_steps": 40, "loss": {"center_rewards_coefficient": 0.01}}],
     "eval": [{"env": [ENVIRONMENT]}],
     "orchestrator": [ORCHESTRATOR],
     "trainer": [{"max_steps": 40}],

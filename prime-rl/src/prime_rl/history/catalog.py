@@ -42,14 +42,17 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo`, the loss of a pair or answer"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo` and `rm`, the loss of a pair or answer"),
     Metric("val/loss", "nats/token", "the same of the validation rows"),
-    Metric("val/perplexity", "", "its exponential; not of `dpo`"),
+    Metric("val/perplexity", "", "its exponential; not of `dpo` and `rm`"),
     Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs, or over its good and its bad answers"),
     Metric("{,val/}rewards/margins", "", "`dpo`: chosen minus rejected reward"),
     Metric("{,val/}rewards/accuracies", "0 to 1", "`dpo`: share of pairs whose chosen reward is higher"),
     Metric("{,val/}kl", "nats", "`dpo` with KTO: its estimate of the KL from the reference, at least 0"),
     Metric("{,val/}logps/{chosen,rejected}", "nats", "`dpo`: log-probability of an answer, summed over its tokens"),
+    Metric("{,val/}accuracy", "0 to 1", "`rm`: share of pairs whose chosen reward is higher"),
+    Metric("{,val/}margin", "", "`rm`: chosen minus rejected reward; mean over the step's pairs"),
+    Metric("{,val/}mean_reward", "", "`rm`: mean reward of all answers"),
     Metric("time/val", "s", "a validation; does not count in `time/step`"),
     Metric("progress/epoch", "", "passes over the data that are complete"),
     Metric("progress/num_samples", "samples", "read for training so far, across resumes"),

@@ -17,6 +17,7 @@ from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt
 from prime_rl.configs.surface.resuming import RESUME_RULES, ResumeRule
@@ -29,6 +30,7 @@ ROOTS: tuple[type[RootConfig], ...] = (
     RLConfig,
     SFTConfig,
     DPOConfig,
+    RewardModelConfig,
     TrainerConfig,
     OrchestratorConfig,
     InferenceConfig,
@@ -46,6 +48,7 @@ Generated with `python -m prime_rl.configs.surface.docs > docs/config.md`; a tes
 | `rl`, `medarc_train rl`, `medarc_slurm rl` | `RLConfig` |
 | `sft`, `medarc_train sft`, `medarc_slurm sft` | `SFTConfig` |
 | `medarc_train dpo`, `medarc_slurm dpo` | `DPOConfig` |
+| `medarc_train rm`, `medarc_slurm rm` | `RewardModelConfig` |
 | `trainer` | `TrainerConfig` |
 | `orchestrator` | `OrchestratorConfig` |
 | `inference` | `InferenceConfig` |
