@@ -141,7 +141,7 @@ GOOD = {"command": "sft", "source_sha256": "0" * 64}
     [
         ({}, None, "not a job of medarc_submit"),
         ([], None, "no JSON object"),
-        ({**GOOD, "command": "rm"}, None, "not a job of medarc_submit"),
+        ({**GOOD, "command": "sh"}, None, "not a job of medarc_submit"),
         ({**GOOD, "secrets": "{"}, None, "no JSON"),
         (GOOD, {"hosts": []}, "contains no hosts"),
         (GOOD, {"hosts": ["algo-1", "algo-2"]}, "2 instances without a shared directory"),
