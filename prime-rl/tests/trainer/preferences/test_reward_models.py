@@ -127,7 +127,7 @@ def test_a_margin_that_is_no_number_is_named_by_file_and_line(tiny_model_dir: Pa
     [
         (["--loss.center-rewards-coefficient=-1"], "should be at least 0"),
         (["--loss.type=sigmoid"], "loss.type"),
-        (["--data.pack-function=cat"], "a pair is compared as a whole"),
+        (["--data.pack-function=cat"], "an answer is compared as a whole"),
         (["--eval.env.0.id=rows"], "a reward model writes no text"),
     ],
     ids=lambda each: str(each)[:30],
