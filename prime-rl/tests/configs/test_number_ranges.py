@@ -35,6 +35,7 @@ NO_UPPER = {
         "dual_clip",
         "geo_mask_high",
         "geo_mask_low",
+        "kl_target",
         "limit",
         "max_mean_abs_diff",
         "max_norm",

@@ -304,6 +304,19 @@ class PenaltiesConfig(BaseConfig):
     kl_importance: bool = False
     """Weight the penalty in the loss by the token's importance ratio, so that stale samples do not bias it."""
 
+    kl_in: Literal["loss", "token_reward", "sequence_reward"] = "loss"
+    """Where the penalty counts. `loss`: as `kl_estimator` says. `token_reward`: the estimates of a token and all after
+    it, under the policy that sampled them, lower its advantage. `sequence_reward`: those of the whole sequence do.
+    Both less their mean over the batch."""
+
+    kl_target: float | None = Field(None, gt=0)
+    """Divergence to hold, in nats per token as in `reference_kl/mean`. After each step, the weight of the penalty grows
+    or falls by the factor 1 + `kl_gain` * clip(divergence / `kl_target` - 1, -0.2, 0.2) (Ziegler et al. 2019). None
+    keeps `kl_coef`, which otherwise is the first weight."""
+
+    kl_gain: float = Field(0.1, gt=0, le=5)
+    """Speed at which `kl_target` changes the weight: 0.1 changes it by at most 2% a step."""
+
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the bonus for the policy's entropy. 0 adds none."""
 
@@ -317,6 +330,12 @@ class PenaltiesConfig(BaseConfig):
             raise_faults(["kl_importance has no effect with kl_coef = 0: set it above 0"])
         if self.kl_importance and self.kl_estimator == "k1":
             raise_faults(["kl_importance has no effect with kl_estimator = 'k1', whose advantages the loss weights"])
+        if self.kl_importance and self.kl_in != "loss":
+            raise_faults(
+                [f"kl_importance has no effect with kl_in = {self.kl_in!r}, whose advantages the loss weights"]
+            )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise_faults(["kl_target adapts kl_coef, which is 0: set it to the first weight, such as 0.01"])
         return self
 
 
@@ -580,3 +599,7 @@ class ReferenceConfig(BaseConfig):
     source: Literal["auto", "adapter", "copy"] = "auto"
     """The model that computes its log-probabilities. `adapter`: the trained one without its LoRA adapters, which needs
     no memory. `copy`: a second, frozen model in the trainer. `auto`: `adapter` if LoRA starts new, otherwise `copy`."""
+
+    reset_every: Count | None = None
+    """Steps after which the reference becomes the policy of that moment. Needs a copy, which checkpoints then hold.
+    None keeps the model that the run starts from."""

@@ -409,6 +409,8 @@ class TrainerConfig(RootConfig):
         source = "auto" if self.reference is None else self.reference.source
         if source != "auto":
             return source
+        if self.reference is not None and self.reference.reset_every is not None:
+            return "copy"
         lora = self.model.lora
         return "adapter" if lora is not None and lora.path is None and not lora.modules_to_save else "copy"
 
@@ -416,6 +418,8 @@ class TrainerConfig(RootConfig):
         if self.reference is not None and self.loss.type != "custom" and self.loss.kl_coef == 0:
             yield "reference has no effect with loss.kl_coef = 0: set it above 0, or remove [reference]"
         if self.reference is not None and self.reference.source == "adapter":
+            if self.reference.reset_every is not None:
+                yield "reference.reset_every needs reference.source = 'copy': a model without adapters stays as it is"
             lora = self.model.lora
             if lora is None:
                 yield "reference.source = 'adapter' needs model.lora: use 'copy'"

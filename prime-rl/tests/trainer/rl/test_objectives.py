@@ -22,6 +22,7 @@ from prime_rl.configs.trainer import (
 from prime_rl.trainer.rl.loss import (
     LossInputs,
     Tokens,
+    kl_in_rewards,
     largest_kept_square,
     loglinear_proximal,
     objective_of,
@@ -173,6 +174,8 @@ def test_the_penalty_on_the_divergence_from_a_reference_has_the_value_and_gradie
     ("settings", "fault"),
     [
         ({"kl_importance": True}, "no effect with kl_coef = 0"),
+        ({"kl_target": 0.1}, "kl_target adapts kl_coef, which is 0"),
+        ({"kl_importance": True, "kl_coef": 0.1, "kl_in": "token_reward"}, "no effect with kl_in = 'token_reward'"),
         ({"kl_importance": True, "kl_coef": 0.1, "kl_estimator": "k1"}, "no effect with kl_estimator = 'k1'"),
     ],
 )
@@ -467,3 +470,19 @@ def test_the_exact_entropy_bonus_is_subtracted_from_the_loss_with_its_gradient()
     assert (without - with_bonus).item() == pytest.approx(0.5 * entropy.sum().item())
     with_bonus.backward()
     assert entropy.grad.tolist() == [-0.5] * 8
+
+
+@pytest.mark.parametrize("kl_in", ["token_reward", "sequence_reward"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_in_the_reward_is_what_the_sequence_still_pays(estimator: str, kl_in: str) -> None:
+    inputs, layout = row_of(torch.tensor(LOGPROBS))
+    config = ClipLossConfig(kl_coef=0.1, kl_estimator=estimator, kl_in=kl_in)
+    x = BEHAVIOUR - REFERENCE
+    own = by_sequence({"k1": x, "k2": x**2 / 2, "k3": np.exp(-x) - 1 + x}[estimator])
+    whole = [np.full(len(part), part.sum()) for part in own]
+    to_go = [part[::-1].cumsum()[::-1] for part in own]
+    expected = np.concatenate(to_go if kl_in == "token_reward" else whole)
+    found = kl_in_rewards(inputs.inference_logprobs, inputs.reference_logprobs, layout, config)
+    assert found.tolist() == pytest.approx(expected)
+    bare = setup_loss(ClipLossConfig()).row_losses(inputs, layout).losses_S
+    assert setup_loss(config).row_losses(inputs, layout).losses_S.tolist() == bare.tolist()

@@ -193,6 +193,31 @@ def test_the_reference_is_the_starting_model_as_a_copy_or_without_adapters(tmp_p
     assert (first, second > 1e-4) == (pytest.approx(0, abs=1e-6), True)
 
 
+def test_a_reference_that_is_reset_and_a_weight_that_adapts_survive_a_resume(tmp_path, tiny_model_dir) -> None:
+    """The checkpoint of step 3 holds the reference of step 2 and the weight after three updates."""
+    loss = {"type": "clip", "kl_coef": 0.2, "kl_target": 0.01, "kl_gain": 1.0, "kl_in": "token_reward"}
+    settings = {"loss": loss, "reference": {"reset_every": 2}, "optim": {"lr": 1e-2}, "ckpt": {"interval": 3}}
+    records = {}
+    for name, ends in (("whole", [4]), ("resumed", [3, 4])):
+        out = tmp_path / name
+        send(out, 0, 1, 2, 3)
+        for end in ends:
+            ckpt = settings["ckpt"] | ({"resume_step": 3} if end != ends[0] else {})
+            train(config_of(out, tiny_model_dir, **settings | {"max_steps": end, "ckpt": ckpt}), RunPaths(out))
+        records[name] = [json.loads(line) for line in RunPaths(out).metrics.read_text().splitlines()]
+    keys = ("reference_kl/mean", "reference_kl_coef", "loss/mean", "optim/grad_norm")
+    whole, resumed = ([[record[key] for key in keys] for record in each] for each in records.values())
+    assert whole == resumed
+    kls = [kl for kl, *_ in whole]
+    assert (kls[0], kls[2]) == (pytest.approx(0, abs=1e-6), pytest.approx(0, abs=1e-6)), "the policy is the reference"
+    assert min(kls[1], kls[3]) > 1e-4
+    # Ziegler's controller, from the divergences that were reported.
+    coefs = [0.2]
+    for kl in kls[:3]:
+        coefs.append(coefs[-1] * (1 + min(0.2, max(-0.2, kl / 0.01 - 1))))
+    assert [coef for _, coef, *_ in whole] == pytest.approx(coefs)
+
+
 def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tiny_model_dir) -> None:
     send(tmp_path, 0)
     with pytest.raises(TrainerError, match="version 0: log-probabilities of trainer and inference differ by "):

@@ -109,6 +109,11 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "trainer.parity",
         "trainer.minibatches",
     ),
+    _rule(
+        "applied",
+        "without it the reference is again the model that the run started from",
+        "trainer.reference.reset_every",
+    ),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
     _rule(
         "none",

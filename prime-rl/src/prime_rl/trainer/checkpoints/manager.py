@@ -201,7 +201,7 @@ class CheckpointManager:
         """
         self.wait()
         step = state.progress.step
-        shared: dict[str, Any] = {role: trained.tensors() for role, trained in state.trained.items()}
+        shared = state.tensors(state.copies)
         own = {
             **state.own_part(),
             "data": data_position,
@@ -240,11 +240,13 @@ class CheckpointManager:
         self._check_contents(step)
         own = self._load_own(directory)
         check_models(own, state, directory)
-        saved: dict[str, Any] = {role: trained.tensors() for role, trained in state.trained.items()}
+        # A copy that the checkpoint lacks has not been made yet. The others are read in place.
+        saved = state.tensors(role for role in state.copies if role in own.get("copies", ()))
         read_sharded(saved["policy"] if own["is_policy_alone"] else saved, directory)
         for role, trained in state.trained.items():
             schedule = None if self.config.skip_scheduler else own["schedulers"][role]
             trained.restore(saved[role], schedule)
+        state.adapted = dict(own.get("adapted", {}))
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
         if self.process.rank < own["world_size"]:

@@ -5,7 +5,7 @@ Frozen weights are left out: they come with the model, and a resumed run must ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -82,7 +82,7 @@ def _sum_of_bits(weight: Tensor) -> int:
     return int(weight.detach().to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))
 
 
-Role = Literal["policy", "critic", "teacher"]
+Role = Literal["policy", "critic", "teacher", "reference"]
 """Use of a model in a run. Both trainers have a policy only."""
 
 
@@ -149,6 +149,10 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     frozen: Mapping[Role, PreTrainedModel] = field(default_factory=dict)
     """Models that the run only reads, such as a teacher. Checkpoints hold a fingerprint of their weights."""
+    copies: dict[Role, PreTrainedModel] = field(default_factory=dict)
+    """Models that now and then take the weights of a trained one. Checkpoints hold all of their weights."""
+    adapted: dict[str, float] = field(default_factory=dict)
+    """Numbers that the run adapts, such as the weight of the KL penalty."""
 
     @property
     def policy(self) -> TrainedModel:
@@ -164,7 +168,14 @@ class TrainState:
             "progress": asdict(self.progress),
             "schedulers": {role: trained.scheduler.state_dict() for role, trained in self.trained.items()},
             "frozen": {role: identity_of_frozen(model) for role, model in self.models.items()},
+            "copies": sorted(self.copies),
+            "adapted": dict(self.adapted),
         }
+
+    def tensors(self, copies: Iterable[Role]) -> dict[str, Any]:
+        """The part of the state that all processes save together, with some of the copies. Collective."""
+        trained: dict[str, Any] = {role: trained.tensors() for role, trained in self.trained.items()}
+        return trained | {f"copy_{role}": self.copies[role].state_dict() for role in copies}
 
 
 def check_models(own: dict[str, Any], state: TrainState, directory: Path) -> None:

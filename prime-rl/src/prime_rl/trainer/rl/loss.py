@@ -255,13 +255,50 @@ def clipped_surrogate(
     return losses, {"importance_ratio": ratio.detach(), "is_clipped": (losses > plain).float()}
 
 
-def penalties(tokens: Tokens, config: PenaltiesConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+@dataclass(slots=True)
+class KLWeight:
+    """The weight of the KL penalty, which a target adapts from step to step."""
+
+    coef: float
+    target: float | None = None
+    gain: float = 0.1
+
+    @classmethod
+    def of(cls, config: PenaltiesConfig) -> KLWeight:
+        return cls(config.kl_coef, config.kl_target, config.kl_gain)
+
+    def adapt(self, divergence: float) -> None:
+        """Raise the weight if the divergence of a step is above the target, or lower it (Ziegler et al. 2019,
+        Fine-Tuning Language Models from Human Preferences)."""
+        if self.target is not None:
+            self.coef *= 1 + self.gain * min(0.2, max(-0.2, divergence / self.target - 1))
+
+
+def kl_in_rewards(
+    inference_logprobs: Tensor, reference_logprobs: Tensor, layout: RowLayout, config: PenaltiesConfig
+) -> Tensor:
+    """Estimates of the KL divergence that a reward pays for each of the M trained tokens: the sum over its sequence, or
+    from the token to the end of its sequence. Stiennon et al. 2020 and Ouyang et al. 2022 pay it so.
+
+    The policy is the one that sampled the tokens, so the estimates are constants.
+    """
+    behave, reference = (each.index_select(0, layout.trained_M) for each in (inference_logprobs, reference_logprobs))
+    difference = (behave - reference).clamp(-10, 10)
+    estimates = {"k1": difference, "k2": difference.square() / 2, "k3": (-difference).exp() + difference - 1}
+    own, sequences = estimates[config.kl_estimator], layout.sequences
+    whole = sequences.spread(sequences.sum(own))
+    if config.kl_in == "sequence_reward":
+        return whole
+    return whole - sequences.sum_before(own)
+
+
+def penalties(tokens: Tokens, config: PenaltiesConfig, coef: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """What the KL penalty and the entropy bonus add to advantages and losses, both [M], and metrics.
 
     With d = log theta_t - log ref_t, Schulman 2020 (Approximating KL Divergence) estimates a token's divergence by
     k1 = d, k2 = d^2 / 2 and k3 = exp(-d) + d - 1. The gradient of k1 as a loss is zero on average, so k1 lowers the
     advantage instead (Ouyang et al. 2022, InstructGPT). k2 and k3 are losses (k3: Shao et al. 2024, DeepSeekMath).
-    `kl_importance` multiplies these by theta_t / behave_t (DeepSeek-AI 2025, DeepSeek-V3.2).
+    `kl_importance` multiplies these by theta_t / behave_t (DeepSeek-AI 2025, DeepSeek-V3.2). `coef` is the weight.
 
     The entropy of a token's distribution has the gradient -E[log theta_t * grad log theta_t] over sampled tokens. So
     `sampled` adds -log theta_t to the advantage, and `exact` subtracts the entropy itself from the loss.
@@ -272,13 +309,15 @@ def penalties(tokens: Tokens, config: PenaltiesConfig) -> tuple[Tensor, Tensor, 
         difference = (tokens.logprobs - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         k3 = (-difference).exp() + difference - 1
         metrics["reference_kl"] = tokens.sequences.mean(k3.detach())
-        if config.kl_estimator == "k1":
-            to_advantages = -config.kl_coef * difference.detach()
+        if config.kl_in != "loss":
+            pass  # `kl_in_rewards` has lowered the advantages
+        elif config.kl_estimator == "k1":
+            to_advantages = -coef * difference.detach()
         else:
             divergence = k3 if config.kl_estimator == "k3" else difference.square() / 2
             if config.kl_importance:
                 divergence = divergence * importance_ratio(tokens.logprobs, tokens.inference_logprobs)
-            to_losses = config.kl_coef * divergence
+            to_losses = coef * divergence
     if config.entropy_coef > 0:
         if config.entropy_estimator == "sampled":
             to_advantages = to_advantages - config.entropy_coef * tokens.logprobs.detach()
@@ -363,6 +402,10 @@ class Loss:
     """Limit of the mean squared log-ratio of an update, which decides before it which tokens are dropped."""
     trains_entropy: bool = False
     """Uses the gradient of the entropy."""
+    penalties: PenaltiesConfig | None = None
+    """The configured penalties; None for a custom loss."""
+    kl: KLWeight | None = None
+    """The current weight of the KL penalty; None for a custom loss."""
     stats: Stats | None = None
     """Values that a custom loss with a parameter `stats` records."""
 
@@ -377,12 +420,18 @@ def setup_loss(config: LossConfig) -> Loss:
         function, stats = custom_function(config)
         row_losses = functools.partial(custom_losses, function=function)
         return Loss(row_losses, per_token=False, masked_in_only=False, stats=stats)
-    trains_entropy = config.entropy_coef > 0 and config.entropy_estimator == "exact"
+    trains_entropy, kl = config.entropy_coef > 0 and config.entropy_estimator == "exact", KLWeight.of(config)
     if isinstance(config, DefaultLossConfig):
-        of_tokens = functools.partial(default_losses, config=config)
-        per_token = config.ratio_type == "token"
-        return Loss(_on_tokens(of_tokens), per_token, masked_in_only=True, trains_entropy=trains_entropy)
-    of_tokens = functools.partial(surrogate_losses, objective=objective_of(config), config=config)
+        of_tokens = functools.partial(default_losses, config=config, kl=kl)
+        return Loss(
+            _on_tokens(of_tokens),
+            per_token=config.ratio_type == "token",
+            masked_in_only=True,
+            trains_entropy=trains_entropy,
+            penalties=config,
+            kl=kl,
+        )
+    of_tokens = functools.partial(surrogate_losses, objective=objective_of(config), config=config, kl=kl)
     limit = config.limit if isinstance(config, MaskedLossConfig) and config.measure == "second_moment" else None
     return Loss(
         _on_tokens(of_tokens),
@@ -391,6 +440,8 @@ def setup_loss(config: LossConfig) -> Loss:
         needs_proximal=isinstance(config, DecoupledLossConfig) and config.proximal == "recomputed",
         max_second_moment=limit,
         trains_entropy=trains_entropy,
+        penalties=config,
+        kl=kl,
     )
 
 
@@ -464,9 +515,11 @@ def custom_loss(inputs: LossInputs, function: Callable[[LossInputs], LossOutputs
     return LossOutputs(outputs.loss, {"mismatch_kl": mismatch_kl(log_ratio).mean(), **outputs.metrics})
 
 
-def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogateLossConfig) -> RowLosses:
+def surrogate_losses(
+    tokens: Tokens, objective: Objective, config: BaseSurrogateLossConfig, kl: KLWeight | None = None
+) -> RowLosses:
     """Losses for a published objective, before division by the step's tokens or sequences."""
-    to_advantages, to_losses, of_penalties = penalties(tokens, config)
+    to_advantages, to_losses, of_penalties = penalties(tokens, config, config.kl_coef if kl is None else kl.coef)
     losses, metrics = objective(dataclasses.replace(tokens, advantages=tokens.advantages + to_advantages))
     sums_S = tokens.sequences.sum(losses + to_losses)
     if config.average == "sequence":
@@ -477,13 +530,13 @@ def surrogate_losses(tokens: Tokens, objective: Objective, config: BaseSurrogate
     return RowLosses(sums_S, {"mismatch_kl": tokens.sequences.mean(mismatch), **of_penalties, **metrics})
 
 
-def default_losses(tokens: Tokens, config: DefaultLossConfig) -> RowLosses:
+def default_losses(tokens: Tokens, config: DefaultLossConfig, kl: KLWeight | None = None) -> RowLosses:
     """Default losses, before division by the step's tokens or sequences. Formula: see the module."""
     sequences = tokens.sequences
     log_ratio = tokens.logprobs.detach() - tokens.inference_logprobs
     ratio = log_ratio.exp()
     dropped, metrics = _trust_region_mask(tokens, log_ratio, ratio, config)
-    to_advantages, to_losses, of_penalties = penalties(tokens, config)
+    to_advantages, to_losses, of_penalties = penalties(tokens, config, config.kl_coef if kl is None else kl.coef)
     bonus = config.adv_tau * tokens.advantages + to_advantages
     metrics |= of_penalties
     if tokens.teacher_logprobs is not None:

@@ -30,6 +30,12 @@ class MetricValues:
         for name, values in other._values.items():
             self._values[name] += values
 
+    def mean(self, name: str, data_axis: DataAxis, device: torch.device) -> float:
+        """The mean over all data ranks of a metric that every rank has; NaN without values. Collective."""
+        own = self._values[name]
+        total, count = data_axis.sum([sum(v.double().sum().item() for v in own), sum(v.numel() for v in own)], device)
+        return total / count if count else NAN
+
     def gather(self, data_axis: DataAxis) -> dict[str, Tensor]:
         """Gather the values of all data ranks on data rank 0; others get an empty dict. Collective."""
         own = {name: torch.cat(values).cpu() for name, values in self._values.items()}

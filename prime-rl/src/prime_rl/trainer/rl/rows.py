@@ -53,6 +53,11 @@ class Sequences:
         """The sum over each sequence's tokens, [S]. It has a gradient."""
         return self._grid(values_M, 0).sum(1)
 
+    def sum_before(self, values_M: Tensor) -> Tensor:
+        """The sum over the tokens before each one in its sequence, [M]."""
+        grid = self._grid(values_M, 0)
+        return (grid.cumsum(1) - grid).flatten().index_select(0, self.cell_of_M)
+
     def mean(self, values_M: Tensor) -> Tensor:
         """[S]"""
         return self.sum(values_M) / self.lengths_S

@@ -204,14 +204,31 @@ class RLTrainer:
         size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
         axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
+        of_reference = self._after_step(values)
         recorded = {} if stats is None else stats.export(axis.collective_group)
         return size.tokens, {
             **training_metrics(values.gather(axis)),
             "optim/lr": lr,
             # Before clipping, averaged over the step's optimizer updates.
             "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+            **of_reference,
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
+
+    def _after_step(self, values: MetricValues) -> dict[str, float]:
+        """Adapt the weight of the KL penalty, and reset the reference if that is due. Collective."""
+        forward_backward, state = self.components.forward_backward, self.components.state
+        reference, kl = forward_backward.reference, forward_backward.loss.kl
+        if reference is None:
+            return {}
+        if reference.reset_if_due(state.policy.model, self.progress.step) and self.process.is_main:
+            get_logger().info(f"Reference model: reset to version {self.progress.step}")
+        if kl is None or kl.target is None:
+            return {}
+        used = kl.coef
+        kl.adapt(values.mean("reference_kl", self.components.data_axis, self.process.device))
+        state.adapted["kl_coef"] = kl.coef
+        return {"reference_kl_coef": used}
 
     def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
         """Split rows by optimizer update, in order."""
@@ -379,8 +396,12 @@ def setup_components(
     scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
     state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
+    if reference is not None and reference.reset_every is not None:
+        state.copies["reference"] = reference.model
     if checkpoints is not None and resume_step is not None:
         resume(state, checkpoints, resume_step, config.max_steps, products)
+        if loss.kl is not None and loss.kl.target is not None:
+            loss.kl.coef = state.adapted.get("kl_coef", loss.kl.coef)
     return Components(
         state=state,
         tokenizer=tokenizer,
@@ -403,7 +424,7 @@ def setup_reference(
 ) -> Reference | None:
     """The model that the run starts from; None if nothing in the trainer needs it. Collective.
 
-    A resumed run reads it from `model.name` again, so checkpoints do not hold it.
+    A resumed run reads it from `model.name` again, so checkpoints do not hold it, unless it is reset during the run.
     """
     source = config.reference_source
     if source is None:
@@ -413,11 +434,16 @@ def setup_reference(
         return Reference(model, is_trained=True)
     get_logger().info(f"Reference model: a frozen copy of {config.model.name}")
     dtype = compute_dtype(config.model, mesh.process.device)
-    lora = config.model.lora if config.model.lora is not None and config.model.lora.path is not None else None
+    reset_every = None if config.reference is None else config.reference.reset_every
+    # New adapters change nothing, but a reset copies them with the other weights.
+    lora = config.model.lora
+    if lora is not None and lora.path is None and reset_every is None:
+        lora = None
     frozen = config.model.model_copy(
         update={"optimization_dtype": str(dtype).removeprefix("torch."), "lora": lora, "optim_cpu_offload": False}
     )
-    return Reference(setup_model(frozen, mesh, products=products).requires_grad_(False), is_trained=False)
+    copied = setup_model(frozen, mesh, products=products).requires_grad_(False)
+    return Reference(copied, is_trained=False, reset_every=reset_every)
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:

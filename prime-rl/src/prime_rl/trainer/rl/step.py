@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -22,7 +23,7 @@ from prime_rl.trainer.model.lora import without_adapters
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.rl.loss import Loss, LossInputs, largest_kept_square
+from prime_rl.trainer.rl.loss import Loss, LossInputs, kl_in_rewards, largest_kept_square
 from prime_rl.trainer.rl.metrics import MetricValues
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.utils.logger import get_logger
@@ -65,6 +66,20 @@ class Reference:
     model: PreTrainedModel
     """A frozen copy, or the trained model, which then computes without its adapters."""
     is_trained: bool
+
+    reset_every: int | None = None
+    """Steps after which the copy takes the weights of the trained model. None never does."""
+
+    @torch.no_grad()
+    def reset_if_due(self, trained: PreTrainedModel, step: int) -> bool:
+        """Take the weights of the trained model after every `reset_every` steps, and return whether this is one."""
+        if self.reset_every is None or step % self.reset_every:
+            return False
+        weights = dict(trained.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            own, new = (each.to_local() if isinstance(each, DTensor) else each for each in (parameter, weights[name]))
+            own.copy_(new)  # shard by shard: both models lie on the same mesh, perhaps on other devices
+        return True
 
     @torch.no_grad()
     def logprobs(self, row: Row, targets: Tensor, vocab_chunk: int | None) -> Tensor:
@@ -171,7 +186,28 @@ class ForwardBackward:
             # Without a backward pass, the root's weights stay gathered.
             assert isinstance(self.reference.model, FSDPModule)
             self.reference.model.reshard()
-        return [dataclasses.replace(row, reference_logprobs=own) for row, own in zip(rows, scored, strict=True)]
+        rows = [dataclasses.replace(row, reference_logprobs=own) for row, own in zip(rows, scored, strict=True)]
+        is_paid = self.loss.penalties is not None and self.loss.penalties.kl_in != "loss"
+        return self._with_kl_in_rewards(rows) if is_paid else rows
+
+    def _with_kl_in_rewards(self, rows: Sequence[Row]) -> list[Row]:
+        """Lower the advantages by the divergence from the reference, less its mean over the tokens of the batch, which
+        is a baseline as the group's mean is for the other rewards. Collective."""
+        assert self.loss.penalties is not None
+        assert self.loss.kl is not None
+        paid = []
+        for row in rows:
+            assert row.reference_logprobs is not None
+            paid.append(kl_in_rewards(row.inference_logprobs, row.reference_logprobs, row.layout, self.loss.penalties))
+        own = [sum(values.double().sum().item() for values in paid), sum(values.numel() for values in paid)]
+        total, tokens = self.data_axis.sum(own, self.process.device)
+        baseline, coef = total / max(tokens, 1), self.loss.kl.coef
+        return [
+            dataclasses.replace(
+                row, advantages=row.advantages.index_add(0, row.layout.trained_M, values - baseline, alpha=-coef)
+            )
+            for row, values in zip(rows, paid, strict=True)
+        ]
 
     def _own_logprobs(self, row: Row) -> Tensor:
         own_beats().tick()
