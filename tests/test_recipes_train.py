@@ -82,6 +82,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "allocation_mode": "eight GPUs",
     "monitor.mlflow": "a tracking server",
     'id = "blocker"': "an environment that the page only imagines",
+    "model:./reward_model": "a reward model; examples/safe_advice trains with one",
     "my_rl:clipped": "tests/test_own_loss_page.py trains with it",
     "train.csv": "tests/test_choices_page.py trains on it",
     "my_rewards:short": "the reader's own reward; prime-rl/tests/environments trains with one",

@@ -56,7 +56,7 @@ def _rows_faults(args: Mapping[str, Any], start: StartDir) -> Iterator[str]:
     except ConfigError as error:
         yield from (fault.removeprefix(_ORIGIN) for fault in error.faults)
         return
-    yield from _reward_faults(config)
+    yield from _reward_faults(config, start)
     for name in ("datasets", "eval_datasets"):
         for index, dataset in enumerate(getattr(config, name)):
             key = f"{name}.{index}"
@@ -75,11 +75,11 @@ def _option_faults(args: Mapping[str, Any], read: Callable[[Mapping[str, Any]], 
         yield from (fault.removeprefix(_ORIGIN) for fault in error.faults)
 
 
-def _reward_faults(config: RowsConfig) -> Iterator[str]:
+def _reward_faults(config: RowsConfig, start: StartDir) -> Iterator[str]:
     lists = [config.rewards, *(each.rewards for each in (*config.datasets, *config.eval_datasets))]
     for spec in {spec.fn: spec for specs in lists for spec in specs or ()}.values():
         try:
-            resolve(spec)
+            resolve(spec, start.path)
         except RewardFault as fault:
             yield f"rewards: {fault}"
 

@@ -17,6 +17,7 @@ from typing import Any
 import verifiers as vf
 from pydantic import TypeAdapter, ValidationError
 
+from prime_rl.environments.rewards.model import SCORES, RewardModel
 from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, release, shared_pool
 from prime_rl.environments.rewards.registry import OnTimeout, Reward, RewardFault, RewardSpec, resolve
 from prime_rl.environments.rewards.text import text_of
@@ -33,7 +34,14 @@ _VERIFIERS_OWN = {"prompt", "completion", "answer", "info", "state", "task", *HE
 class Part:
     """One reward function, ready to be called."""
 
-    def __init__(self, spec: RewardSpec, path: str, timeout_s: float, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        spec: RewardSpec,
+        path: str,
+        timeout_s: float,
+        description: Mapping[str, Any],
+        model: RewardModel | None = None,
+    ) -> None:
         self.name = spec.metric
         self.weight = spec.weight
         self.path = path
@@ -44,8 +52,10 @@ class Part:
         is_known = spec.is_registered or _AREAL.issubset(self.parameters)
         self.on_timeout: OnTimeout = spec.on_timeout or ("zero" if is_known else "fail")
         runs_here = description["is_async"] or any(name in HERE_ONLY for name in self.parameters)
-        self.function: Callable[..., Any] | None = load(path) if runs_here else None
-        """Set if it runs in this process: an async function, or one that takes an object of this process."""
+        self.model = model
+        self.function: Callable[..., Any] | None = load(path) if runs_here else None if model is None else model.reward
+        """Set if it runs in this process: an async function, or one that takes an object of this process; also if it
+        asks a reward model, which runs in another."""
 
 
 class Rewards:
@@ -84,7 +94,8 @@ class Rewards:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            release(self.pool)
+            for pool in (self.pool, *(part.model.pool for part in self.parts if part.model is not None)):
+                release(pool)
 
     def _function(self, part: Part) -> Callable[..., Awaitable[float]]:
         async def reward(state: Any, **objects: Any) -> float:
@@ -133,17 +144,24 @@ def build(specs: Sequence[Any], workers: int | None = None, pool: RewardPool | N
     resolved = [resolve(spec) for spec in parsed]
     own = pool is None
     pool = shared_pool(workers) if pool is None else pool
+    models: dict[int, RewardModel] = {}
     try:
-        described = [pool.describe(path, spec.args) for spec, (path, _) in zip(parsed, resolved, strict=True)]
+        for at, (spec, (_, timeout_s)) in enumerate(zip(parsed, resolved, strict=True)):
+            if spec.model is not None:
+                models[at] = RewardModel(spec.model, spec.args, timeout_s)
+        described = [
+            models[at].pool.describe(SCORES, models[at].args) if at in models else pool.describe(path, spec.args)
+            for at, (spec, (path, _)) in enumerate(zip(parsed, resolved, strict=True))
+        ]
         parts: list[Part] = []
-        for spec, (path, timeout_s), description in zip(parsed, resolved, described, strict=True):
+        for at, (spec, (path, timeout_s)) in enumerate(zip(parsed, resolved, strict=True)):
             try:
-                parts.append(Part(spec, path, timeout_s, description.result()))
+                parts.append(Part(spec, path, timeout_s, described[at].result(), models.get(at)))
             except (RewardError, RewardFault) as error:
                 raise RewardFault(f"reward {spec.fn!r}: {str(error).splitlines()[-1]}") from error
     except RewardFault:
-        if own:
-            release(pool)
+        for each in (*([pool] if own else []), *(model.pool for model in models.values())):
+            release(each)
         raise
     for note in dict.fromkeys(part.note for part in parts if part.note):
         _log_once(note)

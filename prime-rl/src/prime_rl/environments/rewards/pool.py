@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -42,7 +42,13 @@ def default_workers() -> int:
 class RewardPool:
     """`workers` processes, each with a thread that waits for its replies. Use `shared_pool` to share it."""
 
-    def __init__(self, workers: int, start_limit_s: float = START_LIMIT_S) -> None:
+    def __init__(
+        self, workers: int, start_limit_s: float = START_LIMIT_S, owner: str = "", env: Mapping[str, str] | None = None
+    ) -> None:
+        self.owner = owner
+        """What a shared pool is for; empty: any function."""
+        self.env = env or {}
+        """Variables of the workers that this process does not have."""
         self.start_limit_s = start_limit_s
         """Time limit for a worker to import a function."""
         self.timeouts: Counter[str] = Counter()
@@ -75,6 +81,11 @@ class RewardPool:
         The time limit excludes the wait in the queue and a worker's first import of the function.
         """
         return self._submit(path, {"do": "call", "fn": path, "given": given}, timeout_s)
+
+    def call_many(self, path: str, args: dict[str, Any], timeout_s: float) -> Future[list[float]]:
+        """Call a function that returns several values. The future is that of `call`."""
+        request = {"do": "call", "many": True, "fn": path, "given": {"args": args}}
+        return self._submit(path, request, timeout_s)
 
     def _submit(self, path: str, request: dict[str, Any], timeout_s: float) -> Future[Any]:
         job = _Job(path, request, timeout_s)
@@ -167,7 +178,7 @@ class _Slot(threading.Thread):
             return None if self._is_closed else self.process
         self._kill()
         command = [sys.executable, "-m", "prime_rl.environments.rewards.worker"]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(_sys_path())}
+        env = {**os.environ, **self._pool.env, "PYTHONPATH": os.pathsep.join(_sys_path())}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True, env=env)
         self.process, self._imported = process, set()
@@ -226,34 +237,35 @@ def _interrupted_at(deadline: float, process: subprocess.Popen[bytes]) -> Iterat
 
 
 class _Shared:
-    """The shared pools of this process by number of workers, with the number of their users."""
+    """The shared pools of this process by number of workers and owner, with the number of their users."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.pools: dict[int, RewardPool] = {}
-        self.users: Counter[int] = Counter()
+        self.pools: dict[tuple[int, str], RewardPool] = {}
+        self.users: Counter[tuple[int, str]] = Counter()
 
 
 _SHARED = _Shared()
 
 
-def shared_pool(workers: int | None = None) -> RewardPool:
-    """The process-wide pool with this many workers. Call `release` once for each call of this function."""
-    count = workers or default_workers()
+def shared_pool(workers: int | None = None, owner: str = "", env: Mapping[str, str] | None = None) -> RewardPool:
+    """The process-wide pool of an owner with this many workers. Call `release` once for each call of this function."""
+    key = workers or default_workers(), owner
     with _SHARED.lock:
-        if count not in _SHARED.pools:
-            _SHARED.pools[count] = RewardPool(count)
-        _SHARED.users[count] += 1
-        return _SHARED.pools[count]
+        if key not in _SHARED.pools:
+            _SHARED.pools[key] = RewardPool(key[0], owner=owner, env=env)
+        _SHARED.users[key] += 1
+        return _SHARED.pools[key]
 
 
 def release(pool: RewardPool) -> None:
     """Close a shared pool when its last user releases it. Pools that are not shared stay open."""
+    key = len(pool), pool.owner
     with _SHARED.lock:
-        if _SHARED.pools.get(len(pool)) is not pool:
+        if _SHARED.pools.get(key) is not pool:
             return
-        _SHARED.users[len(pool)] -= 1
-        if _SHARED.users[len(pool)] > 0:
+        _SHARED.users[key] -= 1
+        if _SHARED.users[key] > 0:
             return
-        _SHARED.pools.pop(len(pool), None)
+        _SHARED.pools.pop(key, None)
     pool.close()

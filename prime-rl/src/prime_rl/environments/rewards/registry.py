@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -12,7 +14,10 @@ from prime_rl.utils.errors import UserError
 from prime_rl.utils.imports import module_and_name
 
 _PACKAGE = "prime_rl.environments.rewards"
+_MODEL = "model:"
 DEFAULT_TIME_LIMIT_S = 15.0
+MODEL_TIME_LIMIT_S = 600.0
+"""A rollout waits for those that the model scores before it."""
 CODE_TIME_LIMIT_S = 120.0
 """A code reward runs many programs, each under the sandbox's own limit."""
 OnTimeout = Literal["zero", "fail"]
@@ -28,7 +33,8 @@ class RewardSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     fn: str
-    """A registered name (`math`), or `package.module:function` (`package.module.function` works, too)."""
+    """A registered name (`math`), `package.module:function` (`package.module.function` works, too), or `model:PATH`, the
+    reward model at a path or of the hub."""
     weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of this part in the reward. 0 only measures it."""
     args: dict[str, Any] = {}
@@ -44,13 +50,20 @@ class RewardSpec(BaseModel):
     @field_validator("fn")
     @classmethod
     def _names_something(cls, fn: str) -> str:
-        if not re.fullmatch(r"[\w-]+|\w+(\.\w+)*[.:]\w+", fn):
-            raise ValueError(f"{fn!r} is neither a registered name nor `package.module:function`")
+        if not re.fullmatch(rf"[\w-]+|\w+(\.\w+)*[.:]\w+|{_MODEL}.*/.*", fn):
+            raise ValueError(f"{fn!r} is neither a registered name nor `package.module:function` nor `model:PATH`")
         return fn
 
     @property
     def metric(self) -> str:
+        if self.model is not None:
+            return self.name or "reward_model"
         return self.name or re.split(r"[.:]", self.fn)[-1].replace("-", "_")
+
+    @property
+    def model(self) -> str | None:
+        """The path or hub id of a reward model; None for a function, such as one of a module `model`."""
+        return self.fn.removeprefix(_MODEL) if self.fn.startswith(_MODEL) and "/" in self.fn else None
 
     @property
     def is_registered(self) -> bool:
@@ -104,12 +117,16 @@ ALIASES: dict[str, str] = {
 """Other names of these rewards: RLVR's verifier types, AReaL's datasets, names in the formats of `rows`."""
 
 
-def resolve(spec: RewardSpec) -> tuple[str, float]:
-    """Return `module:function` of a spec, and its time limit in seconds.
+def resolve(spec: RewardSpec, folder: Path = Path()) -> tuple[str, float]:
+    """Return `module:function` of a spec, and its time limit in seconds. Paths of models are relative to `folder`.
 
     Raises:
         RewardFault: the name is not registered.
     """
+    if spec.model is not None:
+        if fault := model_fault(spec.model, folder):
+            raise RewardFault(fault)
+        return spec.fn, spec.timeout_s or MODEL_TIME_LIMIT_S
     if not spec.is_registered:
         module, function = module_and_name(spec.fn)
         return f"{module}:{function}", spec.timeout_s or DEFAULT_TIME_LIMIT_S
@@ -123,6 +140,23 @@ def resolve(spec: RewardSpec) -> tuple[str, float]:
             "a function of your own is `package.module:function`"
         )
     return registered.path, spec.timeout_s or registered.timeout_s
+
+
+def model_fault(path: str, folder: Path = Path()) -> str | None:
+    """Why there is no reward model at `path`, from `folder`. None if there is one, or if it is an id of the hub."""
+    found = folder / path
+    if not found.is_dir():
+        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".") and not found.parent.is_dir()
+        return None if is_id else f"model:{path}: no such folder"
+    try:
+        config = json.loads((found / "config.json").read_text(encoding="utf-8"))
+        names = list(config.get("architectures") or [])
+    except (OSError, ValueError, AttributeError, TypeError):
+        return f"model:{path}: the folder holds no model: name one with a config.json, such as OUT/weights/step_40"
+    if not any(str(name).endswith("ForSequenceClassification") for name in names):
+        kind = ", ".join(map(str, names)) or "no class"
+        return f"model:{path}: is no reward model (its config.json names {kind}): train one with `medarc_train rm`"
+    return None
 
 
 def for_dataset(path: str) -> str:

@@ -60,7 +60,8 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
             note = getattr(sys.modules[request["fn"].rpartition(":")[0]], "note", None)
             return {"described": {**describe(function), "note": note(request["args"]) if note is not None else ""}}
         positional, keywords = arguments(function, request["given"])
-        return {"value": checked(function(*positional, **keywords))}
+        value = function(*positional, **keywords)
+        return {"value": [checked(each) for each in value] if request.get("many") else checked(value)}
     except (RewardFault, SystemExit, KeyboardInterrupt) as error:  # the message is enough
         return {"error": one_line(error, MAX_ERROR_CHARS), "traceback": ""}
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
