@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,7 +38,9 @@ async def test_scores_are_those_of_transformers(teacher_server, served_model_dir
     # Two samples share a prompt: an engine that reuses it still scores all of it.
     samples = [sample_of([7] * 40, [12, 13, 14]), sample_of([7] * 40, [9]), sample_of([3], [10, 11])]
     client = {"base_url": [f"{teacher_server.client.base_url}/v1"], "api_key_var": "UNSET_VARIABLE"}
-    teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": str(served_model_dir)}}))
+    teacher = Teacher(
+        TeacherModelConfig.model_validate({"client": client, "model": {"name": str(served_model_dir)}, "top_k": 30})
+    )
     await teacher.wait_ready(None)
     for _ in range(2):
         await teacher.score(samples)
@@ -49,3 +52,12 @@ async def test_scores_are_those_of_transformers(teacher_server, served_model_dir
             logprobs_LV = model(tokens[None]).logits[0].log_softmax(-1)
         expected = [0.0, *logprobs_LV[:-1].gather(1, tokens[1:, None])[:, 0].tolist()]
         assert sample.teacher_logprobs == pytest.approx(expected, abs=1e-3)
+        places = slice(len(sample.prompt_ids) - 1, -1)
+        top = sample.teacher_top
+        assert top.fault(len(sample.completion_ids)) is None
+        ids, values = (
+            np.frombuffer(each, kind).reshape(-1, 30) for each, kind in ((top.ids, "<i4"), (top.logprobs, "<f4"))
+        )
+        likeliest = logprobs_LV[places].topk(30)
+        assert values == pytest.approx(likeliest.values.numpy(), abs=1e-3)
+        assert logprobs_LV[places].gather(1, torch.tensor(ids).long()).numpy() == pytest.approx(values, abs=1e-3)

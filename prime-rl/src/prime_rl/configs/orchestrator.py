@@ -14,6 +14,7 @@ from prime_rl.configs.algorithms import (
     NormalizedAdvantageConfig,
     OverlongConfig,
 )
+from prime_rl.configs.distillation import MAX_TOP_K
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -254,6 +255,10 @@ class TeacherModelConfig(BaseConfig):
 
     model: ModelConfig = ModelConfig()
     """The teacher. Its tokenizer must be the policy's. `rl` sets its name if it starts the server."""
+
+    top_k: int | None = Field(None, ge=1, le=MAX_TOP_K)
+    """Number of the likeliest tokens to ask for at each trained place. `rl` sets it to `trainer.distillation.top_k`.
+    None asks only for the log-probability of the sampled token."""
 
 
 class CheckpointConfig(BaseConfig):

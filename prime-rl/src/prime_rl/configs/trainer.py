@@ -18,6 +18,7 @@ from prime_rl.configs.algorithms import (
     ReferenceConfig,
     TruncatedLossConfig,
 )
+from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.model import (
     DEFAULT_VOCAB_CHUNK,
     ActivationCheckpointConfig,
@@ -315,6 +316,10 @@ class TrainerConfig(RootConfig):
 
     reference: ReferenceConfig | None = None
     """The reference model. None uses one only if `loss.kl_coef` is above 0."""
+
+    distillation: DistillationConfig | None = None
+    """Divergence from the teacher's distribution at each place. None leaves `loss.teacher_tau`, which compares the
+    sampled tokens only."""
 
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""

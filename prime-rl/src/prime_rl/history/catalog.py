@@ -87,6 +87,7 @@ RL_TRAINER = (
     Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
     Metric(f"reference_kl{_STATISTICS}", "nats/token", "per sequence, with `trainer.loss.kl_coef`: KL divergence of the policy from the reference, estimated by k3"),
     Metric("reference_kl_coef", "", "with `trainer.loss.kl_target`: the weight of the KL penalty in this step"),
+    Metric(f"teacher_divergence{_STATISTICS}", "nats/token", "per sequence, with `trainer.distillation`: mean divergence from the teacher's distribution"),
     Metric(f"teacher_kl{_STATISTICS}", "nats/token", "per sequence, with teacher log-probabilities: mean of teacher - trainer log-probability"),
     Metric("stats/<name>", "", "what a custom loss [records](own_loss.md#record-statistics)"),
     Metric("time/wait_for_batch", "s", "waiting for the orchestrator's batch"),

@@ -9,6 +9,33 @@ from __future__ import annotations
 import msgspec
 
 
+class TeacherTop(msgspec.Struct, array_like=True):
+    """The k likeliest tokens of n teachers at M trained places. 8 * n * k + 4 * n bytes each."""
+
+    teachers: int
+    k: int
+    ids: bytes
+    """int32 [M, n, k], little-endian, as are the others."""
+    logprobs: bytes
+    """float32 [M, n, k], at temperature 1."""
+    weights: bytes
+    """float32 [M, n]: the weight of each teacher, 0 for one that does not score the sample."""
+
+    def places(self, count: int) -> TeacherTop:
+        """The first `count` places."""
+        size = 4 * count * self.teachers
+        return TeacherTop(
+            self.teachers, self.k, self.ids[: size * self.k], self.logprobs[: size * self.k], self.weights[:size]
+        )
+
+    def fault(self, count: int) -> str | None:
+        """What is wrong with it for `count` trained places, or None."""
+        size = 4 * count * self.teachers
+        if [len(self.ids), len(self.logprobs), len(self.weights)] != [size * self.k, size * self.k, size]:
+            return f"teacher_top is not of {count} trained tokens"
+        return None
+
+
 class TrainingSample(msgspec.Struct, array_like=True):
     """One token sequence to train on: N prompt tokens, then M completion tokens."""
 
@@ -33,6 +60,8 @@ class TrainingSample(msgspec.Struct, array_like=True):
     """Group, rollout and line of conversation of the kept rollout (`RUN/samples`) that it belongs to. None if none."""
     completion_advantages: list[float] | None = None
     """M values, if the tokens of several calls have different ones. None: `advantage`, for all of them."""
+    teacher_top: TeacherTop | None = None
+    """At the tokens that are trained on, in their order. None without `trainer.distillation`."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -63,3 +92,5 @@ class MicroBatch(msgspec.Struct, array_like=True):
     """Index of the optimizer update within the step that this row belongs to."""
     kept_as: list[list[int] | None] | None = None
     """`TrainingSample.kept_as` of each sequence. None if no sequence is kept."""
+    teacher_top: TeacherTop | None = None
+    """At the row's trained tokens."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from prime_rl.configs.algorithms import preset
+from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.inference import InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
@@ -116,6 +117,7 @@ def propagate(data: Table) -> Table:
         _split_gpus,
         _share_weight_broadcast,
         _add_teacher,
+        _ask_for_top_tokens,
         _place_metrics,
     ):
         step(run)
@@ -440,3 +442,11 @@ def _add_teacher(run: RunTables) -> None:
         url = f"http://{own.host or 'localhost'}:{own.port}/v1"
         run.override("orchestrator.teacher_model.client.base_url", [url], "teacher_inference.server")
         run.override("orchestrator.teacher_model.model.name", model.name, "teacher_inference.model.name")
+
+
+def _ask_for_top_tokens(run: RunTables) -> None:
+    distillation = run.get("trainer.distillation")
+    if isinstance(distillation, dict) and isinstance(run.get("orchestrator.teacher_model"), dict):
+        wanted = peek(DistillationConfig, distillation)
+        if wanted is not None:
+            run.override("orchestrator.teacher_model.top_k", wanted.top_k, "trainer.distillation.top_k")

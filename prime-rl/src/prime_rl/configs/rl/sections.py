@@ -278,7 +278,8 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
 def run_warnings(run: RunSections) -> Iterator[str]:
     """One line for each setting that works, but probably not as intended."""
     loss = run.trainer.loss
-    if run.orchestrator.teacher_model is not None and loss.type == "default" and loss.teacher_tau == 0:
+    learns = run.trainer.distillation is not None or loss.type != "default" or loss.teacher_tau > 0
+    if run.orchestrator.teacher_model is not None and not learns:
         yield "trainer.loss.teacher_tau is 0: the teacher scores every sample, and only the metric teacher_kl shows it"
     if run.orchestrator.teacher_model is not None and not _samples_at_one(run.orchestrator.sampling):
         yield (
@@ -467,10 +468,20 @@ def _teacher_faults(run: RunSections) -> Iterator[str]:
             "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
             "orchestrator.teacher_model.client.base_url for one that runs already"
         )
+    if run.trainer.distillation is not None and teacher is None:
+        yield (
+            "[trainer.distillation] needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
+            "orchestrator.teacher_model.client.base_url for one that runs already"
+        )
     if teacher is None:
         return
-    if loss.type not in ("default", "custom"):
-        yield f"a teacher has no effect with trainer.loss.type = {loss.type!r}: set it to 'default', or 'custom'"
+    if loss.type not in ("default", "custom") and run.trainer.distillation is None:
+        yield (
+            f"a teacher has no effect with trainer.loss.type = {loss.type!r}: set [trainer.distillation], or the type "
+            "'default' or 'custom'"
+        )
+    if teacher.top_k is not None and run.trainer.distillation is None:
+        yield "orchestrator.teacher_model.top_k has no effect without [trainer.distillation]: set its top_k instead"
     if run.teacher_inference is None and set(teacher.client.base_url) & set(run.orchestrator.client.base_url):
         yield (
             "orchestrator.teacher_model.client.base_url names the server of the model that is trained: name the "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prime_rl.checks.chat_templates import model_template, read_template, tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.protocol import MAX_PROMPT_LOGPROBS
 from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.run.process import wait_for_clearance
 from prime_rl.utils.limits import usable_memory_bytes
@@ -36,6 +37,7 @@ def vllm_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
+        "max_logprobs": MAX_PROMPT_LOGPROBS,
         # Not vLLM arguments: our routes read them, because they have no other access to the config.
         "weight_broadcast": config.weight_broadcast.type,
         "public_metrics": config.server.public_metrics,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.judges import TEACHER_AT_ONCE
@@ -19,11 +22,11 @@ from prime_rl.orchestrator.rollouts.rollout import Rollout, to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
-from prime_rl.transport.messages import TrainingSample
+from prime_rl.transport.messages import TeacherTop, TrainingSample
 
 
 class _Entry(msgspec.Struct):
-    logprob: float
+    logprob: float | None
 
 
 class _Choice(msgspec.Struct):
@@ -34,11 +37,23 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a teacher says of a sample."""
+
+    logprobs: list[float]
+    """Of every token, at temperature 1. The first token is not predicted, so its entry is 0."""
+    top_ids: np.ndarray
+    """int32 [M, k]: the likeliest tokens at each of the M places that are trained on."""
+    top_logprobs: np.ndarray
+
+
 class Teacher:
     """Asks the teacher's servers, in turn, for the log-probabilities of given tokens."""
 
     def __init__(self, config: TeacherModelConfig) -> None:
         self.model = config.model.name
+        self.top_k = config.top_k or 0
         self._pool = InferencePool(config.client, self.model)
         self._timeout_s = config.client.timeout
         self._channels: list[ChatChannel] = []
@@ -62,7 +77,7 @@ class Teacher:
             ChatChannel(server.base_url, server.headers, self._timeout_s, MAX_RETRIES) for server in self._pool.servers
         ]
         self._turns = itertools.cycle(self._channels)
-        await asyncio.gather(*(self._logprobs(channel, [0, 0]) for channel in self._channels))
+        await asyncio.gather(*(self._scores(channel, [0, 0], [1]) for channel in self._channels))
 
     def begin(self, rollouts: Sequence[Rollout]) -> asyncio.Task[list[list[TrainingSample]]]:
         """Start to score the samples of a group that has just ended. The task returns them by rollout."""
@@ -89,7 +104,7 @@ class Teacher:
             own = itertools.islice(of_rollouts, len(group.rollouts))
             for (_, samples), with_scores in zip(own, scored, strict=True):
                 for sample, source in zip(samples, with_scores, strict=True):
-                    sample.teacher_logprobs = source.teacher_logprobs
+                    sample.teacher_logprobs, sample.teacher_top = source.teacher_logprobs, source.teacher_top
 
     async def score(self, samples: Sequence[TrainingSample]) -> None:
         """Set `teacher_logprobs` of the samples: entry t is the teacher's log-probability of token t at temperature 1.
@@ -110,10 +125,13 @@ class Teacher:
     async def _score(self, sample: TrainingSample, channel: ChatChannel) -> None:
         tokens = sample.prompt_ids + sample.completion_ids
         async with self._room:
-            sample.teacher_logprobs = await self._logprobs(channel, tokens)
+            scores = await self._scores(channel, tokens, _trained_places(sample))
+        sample.teacher_logprobs = scores.logprobs
+        sample.teacher_top = None if not self.top_k else _packed([scores], [1.0])
 
-    async def _logprobs(self, channel: ChatChannel, tokens: list[int]) -> list[float]:
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    async def _scores(self, channel: ChatChannel, tokens: list[int], places: Sequence[int]) -> Scores:
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0}
+        body["prompt_logprobs"] = self.top_k
         where = f"the teacher at {channel.base_url}"
         try:
             reply = await channel.exchange("/completions", body)
@@ -129,14 +147,55 @@ class Teacher:
             raise OrchestratorError(f"{where} sends a reply that cannot be read: {error}") from error
         entries = choice.prompt_logprobs or []
         scored = [
-            entry[str(token)].logprob if entry is not None and str(token) in entry else math.nan
+            _finite(entry[str(token)].logprob) if entry is not None and str(token) in entry else math.nan
             for token, entry in zip(tokens[1:], entries[1:], strict=False)
         ]
         if len(scored) != len(tokens) - 1 or not all(map(math.isfinite, scored)):
             raise OrchestratorError(
                 f"{where} does not return log-probabilities of a prompt: it needs `prompt_logprobs`"
             )
-        return [0.0, *scored]
+        ids = np.empty((len(places), self.top_k), np.int32)
+        logprobs = np.empty((len(places), self.top_k), np.float32)
+        for row, place in enumerate(places if self.top_k else ()):
+            # The token itself is among them, too, also if it is not one of the likeliest.
+            entry = entries[place] or {}
+            top = heapq.nlargest(self.top_k, ((_finite(each.logprob), int(token)) for token, each in entry.items()))
+            if len(top) < self.top_k:
+                raise OrchestratorError(
+                    f"{where} returns {len(top)} of the {self.top_k} likeliest tokens that "
+                    "trainer.distillation.top_k asks for: lower it, or raise --max-logprobs of its vLLM"
+                )
+            logprobs[row], ids[row] = zip(*top, strict=True)
+        return Scores([0.0, *scored], ids, logprobs)
 
     async def close(self) -> None:
         await asyncio.gather(self._pool.close(), *(channel.close() for channel in self._channels))
+
+
+LEAST_LOGPROB = -1e4
+"""Stands for a log-probability of minus infinity, which JSON has no number for."""
+
+
+def _finite(logprob: float | None) -> float:
+    return LEAST_LOGPROB if logprob is None or logprob == -math.inf else logprob
+
+
+def _trained_places(sample: TrainingSample) -> list[int]:
+    """Indices of the tokens that are trained on. Nothing predicts the first token."""
+    mask = sample.prompt_mask + sample.completion_mask
+    return [place for place, is_trained in enumerate(mask) if is_trained and place]
+
+
+def _packed(scores: Sequence[Scores], weights: Sequence[float]) -> TeacherTop:
+    """The likeliest tokens of several teachers, side by side."""
+    ids, logprobs = (
+        np.stack(parts, 1) for parts in zip(*((each.top_ids, each.top_logprobs) for each in scores), strict=True)
+    )
+    of_places = np.tile(np.array(weights, "<f4"), (len(ids), 1))
+    return TeacherTop(
+        len(scores),
+        ids.shape[2],
+        ids.astype("<i4").tobytes(),
+        logprobs.astype("<f4").tobytes(),
+        of_places.tobytes(),
+    )

@@ -27,7 +27,7 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
-from prime_rl.transport.messages import MicroBatch, TrainingBatch, TrainingSample
+from prime_rl.transport.messages import MicroBatch, TeacherTop, TrainingBatch, TrainingSample
 
 
 def pack_batch(
@@ -92,6 +92,13 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
         return f"it has the token id {wrong}, and the model has embeddings for 0..{vocab_size - 1}"
     if sample.advantage is None:
         return "it has no advantage"
+    if sample.teacher_top is not None:
+        trained = sum(_loss_mask(sample))
+        top_ids = np.frombuffer(sample.teacher_top.ids, np.int32)
+        if (fault := sample.teacher_top.fault(trained)) is not None:
+            return fault
+        if vocab_size is not None and len(top_ids) and not 0 <= top_ids.min() <= top_ids.max() < vocab_size:
+            return f"a teacher names the token id {top_ids.max()}, and the model has embeddings for 0..{vocab_size - 1}"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
         return "it has images, and training on images is not supported yet"
     return None
@@ -103,11 +110,9 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     length = prompt + completion
     first_temperature = sample.completion_temperatures[0] if completion else 1.0
-    loss_mask = sample.prompt_mask + sample.completion_mask
-    loss_mask[0] = False  # nothing predicts the first token
     row = MicroBatch(
         input_ids=sample.prompt_ids + sample.completion_ids,
-        loss_mask=loss_mask,
+        loss_mask=_loss_mask(sample),
         advantages=[sample.advantage] * length
         if sample.completion_advantages is None
         else [sample.advantage] * prompt + sample.completion_advantages,
@@ -117,8 +122,15 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
         teacher_logprobs=sample.teacher_logprobs,
         versions=[-1 if sample.version is None else sample.version] * length,
         kept_as=None if sample.kept_as is None else [sample.kept_as],
+        teacher_top=sample.teacher_top,
     )
     return row if length <= seq_len else _cut(row, seq_len)
+
+
+def _loss_mask(sample: TrainingSample) -> list[bool]:
+    mask = sample.prompt_mask + sample.completion_mask
+    mask[0] = False  # nothing predicts the first token
+    return mask
 
 
 def join_groups(rows: Sequence[MicroBatch], group_tokens: int) -> list[MicroBatch]:
@@ -172,6 +184,7 @@ def distribute(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBa
         loss_mask=[False] * len(rows[-1].loss_mask),
         advantages=[0.0] * len(rows[-1].advantages),
         kept_as=None,
+        teacher_top=None if rows[-1].teacher_top is None else rows[-1].teacher_top.places(0),
     )
     assigned = [*rows, *[filler] * missing]
     return [assigned[rank::data_ranks] for rank in range(data_ranks)]
@@ -191,7 +204,21 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         teacher_logprobs=[value for row in rows for value in row.teacher_logprobs or []] if with_teacher else None,
         versions=[value for row in rows for value in row.versions or [-1] * len(row.input_ids)],
         kept_as=_join_kept(rows),
+        teacher_top=_join_tops([row.teacher_top for row in rows]),
     )
+
+
+def _join_tops(tops: Sequence[TeacherTop | None]) -> TeacherTop | None:
+    given = [top for top in tops if top is not None]
+    if not given:
+        return None
+    first = given[0]
+    if len(given) < len(tops) or any((top.teachers, top.k) != (first.teachers, first.k) for top in given):
+        raise TrainerError("the samples of the training batch have different numbers of a teacher's likeliest tokens")
+    ids, logprobs, weights = (
+        b"".join(parts) for parts in zip(*((t.ids, t.logprobs, t.weights) for t in given), strict=True)
+    )
+    return TeacherTop(first.teachers, first.k, ids, logprobs, weights)
 
 
 def _join_kept(rows: Sequence[MicroBatch]) -> list[list[int] | None] | None:
@@ -203,7 +230,8 @@ def _join_kept(rows: Sequence[MicroBatch]) -> list[list[int] | None] | None:
 def _cut(row: MicroBatch, length: int) -> MicroBatch:
     fields = {name: getattr(row, name) for name in row.__struct_fields__}
     cut = {name: values[:length] for name, values in fields.items() if isinstance(values, list)}
-    return msgspec.structs.replace(row, **cut)
+    top = None if row.teacher_top is None else row.teacher_top.places(sum(cut["loss_mask"]))
+    return msgspec.structs.replace(row, **cut, teacher_top=top)
 
 
 EndpointT = TypeVar("EndpointT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)

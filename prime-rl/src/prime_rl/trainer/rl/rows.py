@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
+from prime_rl.trainer.distillation import TopTokens, divergences
 from prime_rl.trainer.model.scoring import AUTO_VOCAB_CHUNK, LogitsOf, logprobs_and_entropies, score_tokens
-from prime_rl.transport.messages import MicroBatch
+from prime_rl.transport.messages import MicroBatch, TeacherTop
 from prime_rl.transport.weights import to_device
 
 
@@ -148,6 +149,8 @@ class Row:
     """Log-probabilities under the policy at the start of the step; None if the loss does not need them."""
     reference_logprobs: Tensor | None = None
     """Log-probabilities under the reference model; None if the loss does not need them."""
+    teacher_top: TopTokens | None = None
+    """At the M trained tokens."""
     kept_as: list[list[int] | None] | None = None
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
 
@@ -174,6 +177,7 @@ class Row:
             age=None if version is None else floats([max(version - own, 0) if own >= 0 else 0 for own in versions]),
             minibatch=message.minibatch,
             kept_as=message.kept_as,
+            teacher_top=None if message.teacher_top is None else top_tokens(message.teacher_top, device),
         )
 
     @property
@@ -187,6 +191,17 @@ class Row:
         No newer version exists, so a sequence is on-policy if its oldest version is `version`. At version 0, all are.
         """
         return self.loss_mask if version == 0 else self.loss_mask & (self.versions == version)
+
+
+def top_tokens(top: TeacherTop, device: torch.device) -> TopTokens:
+    def on_device(values: bytes, dtype: str, *shape: int) -> Tensor:
+        # A copy: the message's bytes are read-only.
+        return to_device(torch.from_numpy(np.frombuffer(values, dtype).reshape(-1, *shape).copy()), device)
+
+    ids = on_device(top.ids, "<i4", top.teachers, top.k).long()
+    return TopTokens(
+        ids, on_device(top.logprobs, "<f4", top.teachers, top.k), on_device(top.weights, "<f4", top.teachers)
+    )
 
 
 def vocab_chunk_of(config: ModelConfig) -> int | None:
@@ -207,15 +222,35 @@ def score_row(
     targets have the values of a uniform distribution.
     `targets` must not contain 0, which nothing predicts.
     """
-    labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
+    return score_beside_teacher(model, row, targets, vocab_chunk, trains_entropy, None)[:2]
 
-    def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropies(
+
+def score_beside_teacher(
+    model: PreTrainedModel,
+    row: Row,
+    targets: Tensor,
+    vocab_chunk: int | None,
+    trains_entropy: bool,
+    beta: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `score_row` returns, and the divergences [M] from the row's teachers at its trained tokens. Empty without
+    `beta`."""
+    labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
+    vocab_size = model.config.get_text_config().vocab_size
+
+    def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor, Tensor]:
+        scored = logprobs_and_entropies(
             model, hidden[targets - 1], labels, temperatures, logits_of, vocab_chunk, trains_entropy
         )
+        if beta is None or row.teacher_top is None:
+            return *scored, hidden.new_zeros(0)
+        places = hidden[row.layout.trained_M - 1]
+        return *scored, divergences(places, logits_of, row.teacher_top, beta, vocab_size)
 
-    scored, scored_entropy = score_tokens(model, row.input_ids[None], row.position_ids[None], score, uses_last=False)
-    log_vocab = math.log(model.config.get_text_config().vocab_size)
+    scored, scored_entropy, divergence = score_tokens(
+        model, row.input_ids[None], row.position_ids[None], score, uses_last=False
+    )
+    log_vocab = math.log(vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
     entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
-    return logprobs, entropy
+    return logprobs, entropy, divergence

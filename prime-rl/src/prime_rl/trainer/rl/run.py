@@ -407,7 +407,9 @@ def setup_components(
         tokenizer=tokenizer,
         batches=setup_batches(config, paths, mesh, model.config),
         data_axis=mesh.data_axis,
-        forward_backward=ForwardBackward(model, loss, vocab_chunk_of(config.model), mesh, kept, reference),
+        forward_backward=ForwardBackward(
+            model, loss, vocab_chunk_of(config.model), mesh, kept, reference, config.distillation
+        ),
         kept=kept,
         parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,

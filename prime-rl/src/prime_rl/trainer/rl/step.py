@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts.sampling import training_warnings
 from prime_rl.configs.trainer import ParityConfig
@@ -25,7 +26,7 @@ from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import Loss, LossInputs, kl_in_rewards, largest_kept_square
 from prime_rl.trainer.rl.metrics import MetricValues
-from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.trainer.rl.rows import Row, score_beside_teacher, score_row
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import load_config
 
@@ -104,9 +105,11 @@ class ForwardBackward:
         mesh: Mesh,
         kept: KeptLogprobs | None = None,
         reference: Reference | None = None,
+        distillation: DistillationConfig | None = None,
     ) -> None:
         self.model = model
         self.reference = reference
+        self.distillation = distillation
         self.kept = kept
         self.loss = loss
         self.vocab_chunk = vocab_chunk
@@ -124,8 +127,8 @@ class ForwardBackward:
             if self._reduces_once:
                 assert isinstance(self.model, FSDPModule)
                 self.model.set_requires_gradient_sync(index == len(rows))
-            logprobs, entropy = score_row(
-                self.model, row, self._targets(row), self.vocab_chunk, self.loss.trains_entropy
+            logprobs, entropy, divergence = score_beside_teacher(
+                self.model, row, self._targets(row), self.vocab_chunk, self.loss.trains_entropy, self._beta(row)
             )
             inputs = LossInputs(
                 trainer_logprobs=logprobs,
@@ -142,6 +145,13 @@ class ForwardBackward:
             losses = self.loss.row_losses(inputs, row.layout) if row.trained_tokens else None
             # The backward pass is a collective, so rows without a trained sequence take part in it too.
             total = losses.losses_S.sum() if losses is not None else logprobs.sum() * 0.0
+            if self.distillation is not None and losses is not None:
+                # Its mean is over trained tokens, whatever the loss divides by.
+                share = self.distillation.weight * divisor / max(1, size.trained_tokens)
+                sums_S = row.layout.sequences.sum(divergence)
+                total = total + share * sums_S.sum()
+                losses = dataclasses.replace(losses, losses_S=losses.losses_S + share * sums_S)
+                values.add({"teacher_divergence": sums_S / row.layout.sequences.lengths_S})
             # FSDP averages over all processes, and those that share rows have equal gradients.
             (total * (self.data_axis.data_size / divisor)).backward()
             if losses is not None:
@@ -212,6 +222,17 @@ class ForwardBackward:
     def _own_logprobs(self, row: Row) -> Tensor:
         own_beats().tick()
         return score_row(self.model, row, self._targets(row), self.vocab_chunk)[0]
+
+    def _beta(self, row: Row) -> float | None:
+        """Raises TrainerError: the rows have no likeliest tokens of a teacher."""
+        if self.distillation is None:
+            return None
+        if row.teacher_top is None:
+            raise TrainerError(
+                "trainer.distillation: the batch has no likeliest tokens of a teacher; the orchestrator sends them "
+                "with teacher_model.top_k"
+            )
+        return self.distillation.beta
 
     def _targets(self, row: Row) -> Tensor:
         """Indices of the tokens whose log-probabilities the loss uses."""
