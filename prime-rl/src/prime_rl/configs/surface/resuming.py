@@ -105,6 +105,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "trainer.tokenizer",
         "trainer.data",
         "trainer.loss",
+        "trainer.distillation",
         "trainer.reference",
         "trainer.parity",
         "trainer.minibatches",
