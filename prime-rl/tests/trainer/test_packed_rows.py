@@ -68,16 +68,20 @@ def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("by_probability", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "capped"])
-def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str) -> None:
+def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, by_probability: bool) -> None:
+    """Also with the weights of DFT (Wu et al. 2025): the probability of each token, as a constant."""
     linear = torch.nn.Linear(8, VOCAB, bias=False)
     head = linear if kind == "linear" else lambda hidden: torch.tanh(linear(hidden) / 5) * 5
     hidden, targets = torch.randn(50, 8, requires_grad=True), torch.randint(0, VOCAB, (50,))
-    known = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum") / 3
+    of_tokens = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
+    weights = of_tokens.detach().neg().exp() if by_probability else torch.ones(50)
+    known = (weights * of_tokens).sum() / 3
     expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
     for most in (2**20, 20 * VOCAB, 7 * VOCAB):
         limits = ChunkSizes(logits=most, float_logits=3 * VOCAB)
-        loss = cross_entropy_sum(hidden, targets, head, VOCAB, limits) / 3
+        loss = cross_entropy_sum(hidden, targets, head, VOCAB, limits, by_probability) / 3
         found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)

@@ -314,7 +314,7 @@ class PenaltiesConfig(BaseConfig):
     or falls by the factor 1 + `kl_gain` * clip(divergence / `kl_target` - 1, -0.2, 0.2) (Ziegler et al. 2019). None
     keeps `kl_coef`, which otherwise is the first weight."""
 
-    kl_gain: float = Field(0.1, gt=0, le=5)
+    kl_gain: float = Field(0.1, gt=0, le=2)
     """Speed at which `kl_target` changes the weight: 0.1 changes it by at most 2% a step."""
 
     entropy_coef: float = Field(0.0, ge=0)

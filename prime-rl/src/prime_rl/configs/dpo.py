@@ -137,7 +137,7 @@ class DPOConfig(PreferenceConfig):
 
     component: ClassVar[str] = "dpo"
 
-    loss: PreferenceLossConfig = PreferenceLossConfig()
+    loss: PreferenceLossConfig = PreferenceLossConfig()  # type: ignore[assignment]  # in place of SFT's
     """The loss of a pair, or of an answer with a label."""
 
     def _hold(self, data: SFTDataConfig) -> None:

@@ -27,7 +27,7 @@ class RewardModelConfig(PreferenceConfig):
 
     component: ClassVar[str] = "rm"
 
-    loss: RewardLossConfig = RewardLossConfig()
+    loss: RewardLossConfig = RewardLossConfig()  # type: ignore[assignment]  # in place of SFT's
     """The loss of a pair."""
 
     def _hold(self, data: SFTDataConfig) -> None:

@@ -590,6 +590,10 @@ class SFTConfig(LaunchedConfig):
     dist_timeout_seconds: Seconds = 600
     """Timeout of a collective operation, in seconds."""
 
+    loss: Literal["cross_entropy", "dft"] = "cross_entropy"
+    """`dft` weights the cross-entropy of each token by its probability, as a constant: unlikely tokens pull less.
+    Validation reports the plain cross-entropy with both."""
+
     loss_impl: Literal["liger", "torch"] = "torch"
     """Implementation of the cross-entropy."""
 

@@ -437,6 +437,7 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_moved(f"sft.{old}", "sft.num_epochs") for old in _EPOCHS if old != "num_epochs"),
     *(_moved(f"dpo.{key}", f"dpo.loss.{key}") for key in ("beta", "label_smoothing", "simpo_gamma", "rpo_alpha")),
     *(_moved(f"dpo.{key}", f"dpo.loss.{key}") for key in ("desirable_weight", "undesirable_weight")),
+    _moved("sft.loss_type", "sft.loss"),
     _moved("dpo.loss_type", "dpo.loss.type"),
     _moved("dpo.cpo_alpha", "dpo.loss.rpo_alpha"),
     _removed("dpo.precompute_ref_log_probs", "remove it: they are always computed once, before the first step"),

@@ -47,16 +47,24 @@ def linear_cross_entropy_sum(
     targets_N: Tensor,
     limits: ChunkSizes = CHUNK_SIZES,
     product: Product = plain_product,
+    by_probability: bool = False,
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32. `product` computes `a @ b.T`.
 
     Gradients are computed together with the loss, so that the backward pass recomputes no logits. A frozen weight has
-    none.
+    none. With `by_probability`, the loss of each token is weighted by its probability, as a constant.
     """
     kept = kept_gradient_of(weight_VH)
     if not torch.is_grad_enabled():
         hidden_NH, weight_VH = hidden_NH.detach(), weight_VH.detach()
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, limits, product)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, _Options(limits, product, by_probability))
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    limits: ChunkSizes
+    product: Product
+    by_probability: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -67,9 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         kept: KeptGradient | None,
-        limits: ChunkSizes,
-        product: Product,
+        options: _Options,
     ) -> Tensor:
+        limits, product = options.limits, options.product
         rows = max(1, limits.logits // len(weight))
         # With a single chunk, saving the gradient of the logits takes no more memory than saving the weight gradient,
         # which the backward pass can then add directly to the kept one.
@@ -81,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight)
-            loss += _loss_in_place(logits, targets[chunk], is_trained, limits)
+            loss += _loss_in_place(logits, targets[chunk], is_trained, limits, options.by_probability)
             if grad_hidden is None:
                 continue
             grad_logits = logits
@@ -105,9 +113,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place, because the weight gradient is as large as the embedding.
         grad_hidden.mul_(grad)
         if not ctx.needs_input_grad[1]:
-            return grad_hidden, None, None, None, None, None
+            return grad_hidden, None, None, None, None
         if ctx.kept is None:
-            return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None, None
+            return grad_hidden, grad_weight.mul_(grad).to(ctx.weight_dtype), None, None, None
         place, scale = ctx.kept.place(), float(grad)
         if grad_logits is None:
             place.add_(grad_weight, alpha=scale)
@@ -115,10 +123,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Part by part of the vocabulary, which bounds the temporary memory.
             for part, own in zip(place.split(ctx.vocab_chunk), grad_logits.split(ctx.vocab_chunk, dim=1), strict=True):
                 part.add_(ctx.product(own.t(), hidden.t()), alpha=scale)
-        return grad_hidden, None, None, None, None, None
+        return grad_hidden, None, None, None, None
 
 
-def _loss_in_place(logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: ChunkSizes) -> Tensor:
+def _loss_in_place(
+    logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: ChunkSizes, by_probability: bool
+) -> Tensor:
     """The summed loss. If `is_trained`, its gradient replaces the logits, in the compute dtype."""
     rows = limits.float_rows(logits_NV.shape[1], on_cpu=logits_NV.device.type == "cpu")
     loss = logits_NV.new_zeros((), dtype=torch.float32)
@@ -128,10 +138,14 @@ def _loss_in_place(logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limit
         peak, own = values.amax(1, keepdim=True), values.gather(1, picked)
         # Each logit's exponential is used for both the loss and the gradient.
         total = values.sub_(peak).exp_().sum(1, keepdim=True)
-        loss += (peak + total.log() - own).sum()
+        losses = peak + total.log() - own
+        probability = losses.neg().exp() if by_probability else None
+        loss += (losses if probability is None else losses * probability).sum()
         if is_trained:
             grad_logits = values.div_(total)
             grad_logits.scatter_add_(1, picked, -torch.ones_like(total))
+            if probability is not None:
+                grad_logits.mul_(probability)
             logits_NV[part] = grad_logits
     return loss
 

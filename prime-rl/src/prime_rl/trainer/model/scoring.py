@@ -90,15 +90,27 @@ def score_tokens(
 
 
 def cross_entropy_sum(
-    hidden_NH: Tensor, targets_N: Tensor, logits_of: LogitsOf, vocab_size: int, limits: ChunkSizes = CHUNK_SIZES
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    logits_of: LogitsOf,
+    vocab_size: int,
+    limits: ChunkSizes = CHUNK_SIZES,
+    by_probability: bool = False,
 ) -> Tensor:
-    """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
+    """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory.
+
+    With `by_probability`, each token's is weighted by its probability, as a constant (Wu et al. 2025, DFT).
+    """
     if isinstance(logits_of, nn.Linear) and is_plain(logits_of):
-        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, head_product(logits_of))
+        product = head_product(logits_of)
+        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, product, by_probability)
     chunk = max(1, limits.logits // vocab_size)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="sum")
+        if not by_probability:
+            return nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="sum")
+        losses = nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="none")
+        return (losses.detach().neg().exp() * losses).sum()
 
     if len(targets_N) <= chunk:
         return loss_of(hidden_NH, targets_N)

@@ -144,7 +144,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         verified = check_same_rows(checkpoints, resume_step, fingerprint)
         check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
     objective = objective_of(config, data)
-    of_validation = None if config.val is None else objective_of(config, config.val.data)
+    of_validation = None if config.val is None else objective_of(config, config.val.data, is_validation=True)
     rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
     loss = config.loss if isinstance(config, DPOConfig) else None
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
@@ -195,12 +195,13 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
 
 
-def objective_of(config: SFTConfig, data: DataConfig) -> Objective:
-    """What the command of a config minimises, on some data."""
+def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = False) -> Objective:
+    """What the command of a config minimises, or validates, on some data."""
     if isinstance(config, RewardModelConfig):
         return Ranking(config.loss)
     if not isinstance(config, DPOConfig):
-        return CrossEntropy()
+        # Validation stays comparable with runs of the other loss.
+        return CrossEntropy(by_probability=config.loss == "dft" and not is_validation)
     assert isinstance(data, SFTDataConfig), "checked by the config"
     return Unpaired(config.loss, data) if config.loss.is_unpaired else Preferences(config.loss)
 

@@ -62,9 +62,12 @@ class Objective(Protocol):
 
 
 class CrossEntropy:
-    """SFT: the mean cross-entropy of the trained tokens."""
+    """SFT: the mean cross-entropy of the trained tokens, each perhaps weighted by its probability (DFT)."""
 
     weights = (1.0,)
+
+    def __init__(self, by_probability: bool = False) -> None:
+        self.by_probability = by_probability
 
     def sizes(self, row: PackedRow) -> Sequence[int]:
         return (int(row.is_trained.sum()),)
@@ -73,7 +76,7 @@ class CrossEntropy:
         """A row's loss is its own."""
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
-        return RowSums((row_loss_sum(model, row, device),))
+        return RowSums((row_loss_sum(model, row, device, self.by_probability),))
 
 
 def train_step(
@@ -160,14 +163,15 @@ def has_finite_weights(model: nn.Module, process: Process) -> bool:
     return sum_over_processes([broken], process)[0] == 0
 
 
-def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device) -> Tensor:
-    """Sum of the cross-entropy over a row's trained tokens."""
+def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device, by_probability: bool = False) -> Tensor:
+    """Sum of the cross-entropy over a row's trained tokens, each perhaps weighted by its probability."""
     trained, targets, input_ids_T = (
         to_device(torch.from_numpy(values), device)
         for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
     )
 
     def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
-        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, model.config.get_text_config().vocab_size)
+        vocab_size = model.config.get_text_config().vocab_size
+        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, vocab_size, by_probability=by_probability)
 
     return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
