@@ -128,7 +128,10 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ("trainer.bench", "only one of trainer.bench and orchestrator.bench is on"),
         ("trainer.model.lora orchestrator.model.lora.rank=3", "trainer.model.lora.rank (16) and"),
         ("orchestrator.model.lora", "orchestrator.model.lora is set and trainer.model.lora is not"),
-        ("trainer.model.lora.modules_to_save=norm", "inference engines take adapters of linear layers alone"),
+        (
+            "trainer.model.lora.modules_to_save=norm orchestrator.model.lora",
+            "orchestrator.model.lora with trainer.model.lora.modules_to_save: the trainer sends whole weights",
+        ),
         ("deployment.num-infer-gpus=0", "deployment.num_infer_gpus is 0: give [inference] a GPU"),
         ("deployment.num-infer-gpus=3 inference.parallel.tp=2", "inference: 3 GPUs / parallel.tp 2 = 1.5 copies"),
         ("deployment.num-train-gpus=3 trainer.model.cp=2", "trainer: 3 GPUs / (model.cp 2 * model.tp 1) = 1.5"),
@@ -227,6 +230,14 @@ def test_lora_reaches_orchestrator_and_server(rl) -> None:
     lora = run.orchestrator.model.lora
     assert (lora.name, lora.rank, lora.alpha) == ("r12-a32.0", 12, 32.0)
     assert (run.inference.enable_lora, run.inference.max_lora_rank) == (True, 16)
+
+
+@pytest.mark.parametrize("key", ["trainer.model.lora.modules_to_save=norm", "trainer.model.adapter=outputs/sft"])
+def test_engines_get_whole_weights_in_place_of_adapters_that_they_do_not_take(rl, key: str) -> None:
+    with pytest.warns(ConfigWarning, match="so they get whole weights, with it merged in"):
+        run = rl(*words(f"trainer.model.lora.rank=12 {key}"))
+    assert (run.orchestrator.model.lora, run.inference.enable_lora) == (None, False)
+    assert run.orchestrator.await_first_version == ("adapter" in key)
 
 
 def test_lora_without_a_server_is_warned_about() -> None:

@@ -21,9 +21,9 @@ from prime_rl.inference.embedded.engine.model import load_model
 from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.lora import gather_adapter
+from prime_rl.trainer.model.lora import full_tensor, gather_adapter
 from prime_rl.trainer.model.scoring import score_tokens
-from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.model.tokenizer import embeddings_needed, setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.utils.logger import get_logger
@@ -281,6 +281,24 @@ def test_language_model_only_exports_a_causal_model_and_names_what_it_leaves_out
         f"as {type(alone).__name__}, without {len(before) - len(held)} other tensors of the checkpoint" in caplog.text
     )
     assert gather_weights(model, torch.float32).keys() <= before.keys(), "an engine of the run has the whole checkpoint"
+
+
+def test_new_embeddings_are_the_mean_of_the_others(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    start, export = tmp_path / "start", tmp_path / "export"
+    save_checkpoint("gemma3", start)
+    tokenizer = setup_tokenizer(
+        TokenizerConfig(name=str(tiny_model_dir), add_tokens=[f"<note{each}>" for each in range(40)]), ModelConfig()
+    )
+    assert embeddings_needed(tokenizer) == 140
+    model = setup_model(ModelConfig(name=str(start), attn="sdpa"), mesh, embeddings=140)
+    reshard(model)
+    (before,) = (each for name, each in load_file(start / "model.safetensors").items() if "embed_tokens" in name)
+    rows = full_tensor(model.get_input_embeddings().weight)
+    assert torch.equal(rows[:128], before)
+    torch.testing.assert_close(rows[128:], before.mean(0).expand(12, -1))
+    export_model(model, tokenizer, export, WeightCheckpointConfig(), torch.float32)
+    torch.testing.assert_close(logits_of(whole_of(export)), scored(model), rtol=1e-4, atol=1e-5)
+    assert logits_of(whole_of(export)).shape[-1] == 140
 
 
 def test_a_checkpoint_without_its_language_part_is_one_line(mesh: Mesh, tmp_path: Path) -> None:

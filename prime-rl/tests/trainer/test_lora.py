@@ -313,7 +313,9 @@ def test_an_adapter_names_the_folder_of_its_base_model_so_that_it_is_found_from_
 def test_a_broadcast_has_only_the_adapter_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
     model = train(setup_model(config_of(tiny_model_dir), mesh))
     run = RunPaths(tmp_path).orchestrator
-    broadcast = FileSystemBroadcast(FileSystemWeightBroadcastConfig(), RunPaths(tmp_path), mesh.process, 1)
+    broadcast = FileSystemBroadcast(
+        FileSystemWeightBroadcastConfig(), RunPaths(tmp_path), mesh.process, 1, sends_adapter=True
+    )
     broadcast.publish(model, 3, torch.float32)
     files = {path.name for path in run.broadcast(3).iterdir()}
     assert files == {"adapter_model.safetensors", "adapter_config.json", "STABLE"}

@@ -126,7 +126,8 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
     if not isinstance(config, TrainerConfig) and config.eval is not None:
         # One that is evaluated, and the next. More wait if an evaluation takes longer than the steps between two.
         yield Written("evaluation export", 2, size.parameters * size.bytes_each)
-    if isinstance(config, TrainerConfig) and config.weight_broadcast.type == "filesystem" and not config.model.lora:
+    sends_weights = isinstance(config, TrainerConfig) and not config.model.sends_adapter
+    if isinstance(config, TrainerConfig) and sends_weights and config.weight_broadcast.type == "filesystem":
         each = size.parameters * _computed_bytes(config)
         # The versions that servers may still read, one that is written, and those of checkpoints.
         recent = config.max_async_level + 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
-from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
+from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.start_dir import NotDownloaded, StartDir, looks_like_path
 from prime_rl.configs.model import ModelConfig, TokenizerConfig
@@ -57,16 +57,38 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
     return None
 
 
-def adapter_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
+def adapter_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens: bool) -> Iterator[str]:
     """Faults of the adapters that the training starts from. `key` is that of the model."""
+    lora = model.lora
     if model.adapter is not None:
         try:
             read_settings(adapter_folder(start.find(model.adapter)))
         except StartFault as fault:
             yield f"{key}.adapter = {model.adapter}: {fault}"
-    lora = model.lora
-    if lora is not None and lora.path is not None and (unfit := lora_fault(lora, start.find(lora.path))):
-        yield f"{key}.lora.path = {lora.path}: {unfit}"
+        else:
+            if not adds_tokens and (more := _more_embeddings(model, start.find(model.adapter), start)):
+                yield f"{key}.adapter = {model.adapter}: {more}"
+    if lora is not None and lora.path is not None:
+        unfit = lora_fault(lora, start.find(lora.path))
+        if unfit is None and not adds_tokens:
+            unfit = _more_embeddings(model, start.find(lora.path), start)
+        if unfit:
+            yield f"{key}.lora.path = {lora.path}: {unfit}"
+
+
+def _more_embeddings(model: ModelConfig, path: Path, start: StartDir) -> str | None:
+    """That the adapter at `path` was trained with added tokens, which the model lacks; None if it was not."""
+    description, folder = describe(model.name, start), adapter_folder(path)
+    if description is None:
+        return None
+    held, width = description.setting("vocab_size"), description.setting("hidden_size")
+    rows = [shape[0] for name, shape in tensor_shapes(folder).items() if ".lora_" not in name and shape[1:] == (width,)]
+    if not held or max(rows, default=0) <= held:
+        return None
+    return (
+        f"it has {max(rows)} embeddings, for added tokens, and the model {held}: set model.name to the export of that "
+        "run (weights/step_N), which holds both, and start a new adapter"
+    )
 
 
 _NAMED_TENSORS = 5

@@ -156,7 +156,8 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
 
     yield from _run_faults(config.output_dir, config, start)
     yield from changed_key_faults(config.ckpt, RunPaths(start.find(config.output_dir)), compared_configs(config))
-    untrained = list(_trained_faults("model.name", config.model, start))
+    adds_tokens = bool(config.tokenizer.add_tokens)
+    untrained = list(_trained_faults("model.name", config.model, start, adds_tokens=adds_tokens))
     yield from untrained
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
@@ -326,10 +327,10 @@ def _output_faults(output_dir: Path, start: StartDir) -> Iterator[str]:
         yield fault
 
 
-def _trained_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
+def _trained_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens: bool = False) -> Iterator[str]:
     if fault := trained_model_fault(model, start):
         yield type(fault)(f"{key} = {model.name}: {fault}")
-    yield from adapter_faults(key.removesuffix(".name"), model, start)
+    yield from adapter_faults(key.removesuffix(".name"), model, start, adds_tokens=adds_tokens)
 
 
 def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:

@@ -202,6 +202,14 @@ class ModelConfig(BaseModelConfig):
     fused_lm_head_chunk_size: Annotated[int, Field(ge=512, le=LARGEST)] | Literal["auto", "disabled"] = "auto"
     """Vocabulary entries per chunk of the fused output layer. `auto` is 8192 in RL and `disabled` in SFT."""
 
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether RL sends the engines the adapter alone.
+
+        They apply adapters of linear layers to `name`. Anything else is merged into whole weights.
+        """
+        return self.lora is not None and not self.lora.modules_to_save and self.adapter is None
+
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults(self._faults())
@@ -251,5 +259,15 @@ class TokenizerConfig(BaseConfig):
     trust_remote_code: bool | None = None
     """Run code that comes with the tokenizer. None takes `model.trust_remote_code`."""
 
+    add_tokens: list[str] = Field([])
+    """SFT: tokens to add, such as `<think>`. If the model has too few embeddings, it gets more; the new ones start as
+    the mean of the others."""
+
     chat_template: str | None = None
     """Chat template that replaces the tokenizer's own: Jinja text, the path of a file, or `chatml`."""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        if empty := [token for token in self.add_tokens if not token.strip()]:
+            raise ValueError(f"add_tokens has the token {empty[0]!r}: a token needs letters or signs")
+        return self

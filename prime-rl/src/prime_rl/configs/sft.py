@@ -786,6 +786,11 @@ def evaluation_faults(config: SFTConfig) -> Iterator[str]:
     yield from _deployment_faults(config)
     if config.model.debug.random_init or config.model.debug.num_layers is not None:
         yield "eval: model.debug trains another model than the server loads from model.name: remove one of them"
+    if config.tokenizer.add_tokens:
+        yield (
+            "eval with tokenizer.add_tokens: the server starts from model.name, without these tokens; evaluate the "
+            "exports after the run (medarc_eval)"
+        )
     if server is not None and "name" in server.model.model_fields_set and server.model.name != config.model.name:
         yield f"inference.model.name ({server.model.name!r}) is not model.name: leave it out"
     if config.ckpt is not None and config.ckpt.weights is None:

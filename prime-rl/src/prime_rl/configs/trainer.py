@@ -402,6 +402,10 @@ class TrainerConfig(RootConfig):
         if self.model.lora is not None and self.model.lora.dropout > 0:
             text = f"model.lora.dropout = {self.model.lora.dropout} has no effect: RL trains without dropout"
             warnings.warn(text, ConfigWarning, stacklevel=2)
+        if self.model.lora is not None and not self.model.sends_adapter:
+            key = "model.lora.modules_to_save" if self.model.lora.modules_to_save else "model.adapter"
+            text = f"{key}: engines take adapters of linear layers alone, so they get whole weights, with it merged in"
+            warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.fused_lm_head_chunk_size == "auto":
             derive(self.model, "what `auto` means", fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
         return self
@@ -436,12 +440,12 @@ class TrainerConfig(RootConfig):
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"
-        if broadcast_nccl and self.model.lora is not None:
+        if broadcast_nccl and self.model.sends_adapter:
             yield "NCCL weight broadcast cannot send model.lora adapters: use weight_broadcast.type = 'filesystem'"
-        if self.model.adapter is not None and self.model.lora is not None:
+        if self.tokenizer.add_tokens:
             yield (
-                f"model.adapter with model.lora: the engines hold model.name = {self.model.name} without the adapter; "
-                "continue it with model.lora.path, train all weights without model.lora, or merge it into a model first"
+                f"tokenizer.add_tokens ({', '.join(self.tokenizer.add_tokens)}) is for SFT: the engines have the "
+                "tokenizer of model.name; add the tokens in SFT, and set model.name to its export"
             )
         if self.model.optim_cpu_offload and self.max_concurrent_runs > 1:
             yield f"model.optim_cpu_offload serves one run (got max_concurrent_runs = {self.max_concurrent_runs})"

@@ -181,7 +181,8 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
         raise mismatch_error(directory, f"its rank is {settings.rank}, but this server's max_lora_rank is {max_rank}")
     if settings.modules_to_save:
         saved = list(settings.modules_to_save)
-        raise mismatch_error(directory, f"{ADAPTER_CONFIG} has modules_to_save = {saved!r}, which is not supported")
+        advice = "which is not supported: serve weights that it is merged into, such as a run's export"
+        raise mismatch_error(directory, f"{ADAPTER_CONFIG} has modules_to_save = {saved!r}, {advice}")
     shapes = checkpoint_shapes(directory)
     paths = _paths(directory, shapes)
     # Adapters have the module names of the checkpoint's class, where files may have older ones.

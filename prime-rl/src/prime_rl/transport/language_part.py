@@ -50,6 +50,8 @@ class LanguagePart:
     """Whether the checkpoint holds a layer's experts in one tensor, as the model does. Others hold them one by one."""
     is_transposed: bool = False
     """Whether its stacked experts are [expert, inputs, outputs], as Qwen3-VL-MoE's. The model's have outputs first."""
+    vocab_size: int | None = None
+    """Number of embeddings, if the model has been given more than the checkpoint."""
     is_exported_alone: bool = False
     """Whether exports leave the other tensors out. Weights on their way to an engine have the same names either way."""
 
@@ -137,6 +139,10 @@ class LanguagePart:
         stated = [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
         for each in stated:
             each.update({key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in each})
+        if self.vocab_size is not None:
+            text = config.get("text_config", config)
+            text["vocab_size"] = self.vocab_size
+            config.update({key: self.vocab_size for key in ("vocab_size",) if key in config})
         return config
 
 

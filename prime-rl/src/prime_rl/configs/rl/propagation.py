@@ -307,8 +307,8 @@ def _share_lora(run: RunTables) -> None:
     for key in ("trainer.model.adapter", "trainer.model.lora.path"):
         if run.get(key) is not None:
             run.override("orchestrator.await_first_version", True, key)
-    if lora is None:
-        return
+    if lora is None or lora.modules_to_save or run.get("trainer.model.adapter") is not None:
+        return  # the engines get whole weights
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}
     for key, value in adapter.items():
         run.fill(f"orchestrator.model.lora.{key}", value, "trainer.model.lora")

@@ -359,17 +359,21 @@ def _model_faults(run: RunSections) -> Iterator[str]:
     ours, theirs = run.trainer.model.lora, run.orchestrator.model.lora
     if ours is None and theirs is not None:
         yield "orchestrator.model.lora is set and trainer.model.lora is not: set [trainer.model.lora]"
+    if ours is None or theirs is None:
+        return
+    if not run.trainer.model.sends_adapter:
+        key = "lora.modules_to_save" if ours.modules_to_save else "adapter"
+        yield (
+            f"orchestrator.model.lora with trainer.model.{key}: the trainer sends whole weights, with the adapter "
+            "merged in; remove orchestrator.model.lora"
+        )
+        return
     for key in ("rank", "alpha"):
-        if ours is not None and theirs is not None and getattr(ours, key) != getattr(theirs, key):
+        if getattr(ours, key) != getattr(theirs, key):
             yield (
                 f"trainer.model.lora.{key} ({getattr(ours, key)}) and orchestrator.model.lora.{key} "
                 f"({getattr(theirs, key)}) differ: leave the orchestrator's out"
             )
-    if ours is not None and ours.modules_to_save:
-        yield (
-            f"trainer.model.lora.modules_to_save ({', '.join(ours.modules_to_save)}): inference engines "
-            "take adapters of linear layers alone; remove it, or train all weights, without trainer.model.lora"
-        )
 
 
 def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:

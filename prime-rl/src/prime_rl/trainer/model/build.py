@@ -242,11 +242,14 @@ def setup_model(
     has_dropout: bool = False,
     products: ProductChoice | None = None,
     is_scored: bool = False,
+    embeddings: int = 0,
 ) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
 
     With `is_scored` it is a reward model: Transformers' class for sequence classification with one label. Its head
     `score` is drawn, unless the checkpoint is of that class.
+
+    It gets more embeddings if it has less than `embeddings`; the new ones are the mean of the others.
 
     `products` chooses how matrix products are computed on a CPU; None: without measuring.
 
@@ -268,6 +271,7 @@ def setup_model(
     transformers_logging.set_verbosity_error()
     model_config, is_part = load_model_config(config)
     kind = _reward_class(config, model_config, is_part) if is_scored else AutoModelForCausalLM
+    added = _add_embeddings(model_config, embeddings, process)
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     # Without values, which come after sharding: no process ever holds the whole model.
@@ -284,7 +288,7 @@ def setup_model(
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
         weights = partial(spread, whole=drawn, names=list(model.state_dict()), dtype=options["dtype"])
     else:
-        weights = _find_weights(config, model, options["dtype"], process, is_part)
+        weights = _find_weights(config, model, options["dtype"], process, is_part, adds_embeddings=added > 0)
     compute_buffers(model, float32_names(model, options["dtype"]))
     add_adapters(model, config.lora, compute_dtype(config, process.device))
     if config.lora is not None and process.is_main:
@@ -404,6 +408,17 @@ def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
     return model_config, description.has_known_language_part
 
 
+def _add_embeddings(model_config: PretrainedConfig, wanted: int, process: Process) -> int:
+    """Raise the vocabulary size of a config to `wanted`, and return by how much."""
+    text = model_config.get_text_config()
+    held = text.vocab_size
+    if wanted > held:
+        text.vocab_size = wanted
+        if process.is_main:
+            get_logger().info(f"Embeddings: {wanted - held} more for added tokens ({held} -> {wanted})")
+    return max(0, wanted - held)
+
+
 def freeze_routers(model: nn.Module) -> None:
     """Freeze the routers of a mixture-of-experts model.
 
@@ -432,7 +447,13 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
 
 
 def _find_weights(
-    config: ModelConfig, model: PreTrainedModel, dtype: torch.dtype, process: Process, is_part: bool
+    config: ModelConfig,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    process: Process,
+    is_part: bool,
+    *,
+    adds_embeddings: bool,
 ) -> Callable[[PreTrainedModel], None]:
     """Find the weights of `model`, which has no values yet, in the checkpoint `config.name`. Collective.
 
@@ -446,11 +467,13 @@ def _find_weights(
     try:
         if is_part:
             part = find_part(model, config.name)
+            if adds_embeddings:
+                part = replace(part, vocab_size=model.config.vocab_size)
             attach(model, part)
             checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names, part.is_turned)
         else:
             checkpoint = Checkpoint.open(checkpoint_files(config.name, model, process))
-        plan = checkpoint.plan(model)
+        plan = checkpoint.plan(model, enlarges_vocabulary=adds_embeddings)
     except StartFault as error:
         raise ModelError(f"{key}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:

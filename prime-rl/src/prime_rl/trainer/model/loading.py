@@ -155,6 +155,30 @@ class _Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class _Enlarged:
+    """A tensor in a file with more rows, which hold the mean of its own, as Transformers fills new embeddings."""
+
+    held: Any
+    rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.rows, *_shape(self.held)[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        at, *rest = (slice(0, self.rows),) if index is ... else index
+        own = _shape(self.held)[0]
+        start, stop, _ = at.indices(self.rows)
+        values: Tensor = self.held[(slice(min(start, own), min(stop, own)), *rest)]
+        added = stop - max(start, own)
+        if added <= 0:
+            return values
+        total = torch.zeros(values.shape[1:], dtype=torch.float64)
+        for piece, *_ in _pieces(self.held, (slice(0, own),)):
+            total += self.held[(piece, *rest)].double().sum(0)
+        return torch.cat([values, (total / own).to(values.dtype).expand(added, *values.shape[1:])])
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The tensors of a checkpoint, opened and not read."""
 
@@ -180,16 +204,18 @@ class Checkpoint:
         held = {name: self.tensors[old] for name, old in names.items()}
         return Checkpoint({name: _Turned(each) if is_turned(name) else each for name, each in held.items()})
 
-    def plan(self, model: PreTrainedModel) -> Plan:
+    def plan(self, model: PreTrainedModel, *, enlarges_vocabulary: bool = False) -> Plan:
         """Find how each tensor of `model`, which has no values yet, is made. Reads names and shapes only.
 
-        The names are matched as in Transformers' own loading: renamings first, then at most one conversion.
+        The names are matched as in Transformers' own loading: renamings first, then at most one conversion. With
+        `enlarges_vocabulary`, the model may have more embeddings than the files.
         """
         conversions = get_model_conversion_mapping(model)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         expected, base = model.state_dict(), model.base_model_prefix
+        enlarged = _vocabulary(model) if enlarges_vocabulary else set()
         first: dict[str, Recipe] = {}
         unexpected: set[str] = set()
         for name in sorted(self.tensors, key=dot_natural_key):
@@ -198,7 +224,10 @@ class Checkpoint:
                 target, pattern = rename_source_key(name, [], [], base, expected)
             if target in expected:
                 recipe = first.setdefault(target, Recipe(target, by_pattern[pattern] if pattern else None))
-                recipe.sources.setdefault(pattern or name, []).append(self.tensors[name])
+                held = self.tensors[name]
+                if target in enlarged and _shape(held)[0] < len(expected[target]):
+                    held = _Enlarged(held, len(expected[target]))
+                recipe.sources.setdefault(pattern or name, []).append(held)
             else:
                 made = by_pattern[pattern].target_patterns if pattern else []
                 unexpected.update([target.replace(made[0], each) for each in made] or [target])
@@ -224,6 +253,14 @@ class Checkpoint:
 def has_score(model: nn.Module) -> bool:
     """Whether the model's head is that of a reward model, `score`: one value per token."""
     return isinstance(getattr(model, "score", None), nn.Linear)
+
+
+def _vocabulary(model: PreTrainedModel) -> set[str]:
+    """The names of weights that have a row for each token: embeddings, and the head with its bias."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    named = model.named_modules(remove_duplicate=False)
+    paths = [(path, module) for path, module in named if any(module is end for end in ends)]
+    return {f"{path}.{name}" for path, module in paths for name, _ in module.named_parameters(recurse=False)}
 
 
 def names_of_shared(model: nn.Module) -> list[list[str]]:

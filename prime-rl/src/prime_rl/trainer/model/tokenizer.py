@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, dynamic_module_utils
+from transformers import AddedToken, AutoTokenizer, dynamic_module_utils
 
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.start_dir import looks_like_path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer at `config.name` (None means the model's), and set `config.chat_template` if given.
+    """Load the tokenizer at `config.name` (None means the model's), and add the tokens and the template of `config`.
 
     Raises:
         ModelError: the tokenizer or the chat template cannot be loaded.
@@ -34,12 +34,19 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
     except (OSError, ValueError, KeyError, ImportError) as error:
         key = "model.name" if config.name is None else "tokenizer.name"
         raise ModelError(load_error(key, name, error)) from error
+    # Not special: decoding keeps them, so that rewards and readers see them.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in config.add_tokens])
     if config.chat_template is not None:
         try:
             tokenizer.chat_template = read_template("tokenizer.chat_template", config.chat_template)
         except StartFault as fault:
             raise ModelError(str(fault)) from fault
     return tokenizer
+
+
+def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many embeddings a model needs for all ids. Added tokens may leave gaps between those in use."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, NCCLWeightBroadcastConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
-from prime_rl.trainer.model.lora import gather_adapter, is_adapted
+from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport import TransportError
@@ -49,15 +49,19 @@ class FileSystemBroadcast:
         paths: RunPaths,
         process: Process,
         max_async_level: int,
+        *,
+        sends_adapter: bool = False,
     ) -> None:
         self.config = config
+        self.sends_adapter = sends_adapter
+        """Whether only the adapter is published, in PEFT's format. Otherwise it is merged into the weights."""
         self.paths = paths
         self.run = paths.orchestrator
         self.process = process
         self.max_async_level = max_async_level
 
     def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
-        """Write the weights as `version`, in `dtype` and hub format. For a LoRA model, write only the PEFT adapter.
+        """Write the weights as `version`, in `dtype` and hub format, or the adapter alone.
 
         A resumed run finds its first version published. If that has the same files, it stays, because the servers may
         be reading it. Collective.
@@ -65,7 +69,7 @@ class FileSystemBroadcast:
         Raises:
             OSError: the weights cannot be written. The run must stop, because the engines would wait for this version.
         """
-        adapter = gather_adapter(model, dtype) if is_adapted(model) else None
+        adapter = gather_adapter(model, dtype) if self.sends_adapter else None
         weights = gather_weights(model, dtype) if adapter is None else {}
         if self.process.rank != 0:
             return

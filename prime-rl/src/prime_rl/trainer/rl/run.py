@@ -451,7 +451,13 @@ def setup_reference(
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:
     if config.weight_broadcast.type == "nccl":
         return GroupBroadcast(config.weight_broadcast, paths.orchestrator, process, lambda: signals.stop_asked)
-    return FileSystemBroadcast(config.weight_broadcast, paths, process, config.max_async_level)
+    return FileSystemBroadcast(
+        config.weight_broadcast,
+        paths,
+        process,
+        config.max_async_level,
+        sends_adapter=config.model.sends_adapter,
+    )
 
 
 def setup_performance(config: TrainerConfig, model: PreTrainedModel, process: Process) -> Performance:

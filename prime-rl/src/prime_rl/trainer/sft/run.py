@@ -23,7 +23,7 @@ from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQu
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
-from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.model.tokenizer import embeddings_needed, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
@@ -155,15 +155,20 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         of_val = config.val.data.model_copy(update={"template_date": today})
         validation = Validation(of_val, tokenizer, mesh, of_validation)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
+    needed = embeddings_needed(tokenizer)
+    embeddings = needed if config.tokenizer.add_tokens else 0
     is_scored = isinstance(objective, Ranking)
-    model = setup_model(config.model, mesh, has_dropout=True, products=products, is_scored=is_scored)
-    # Added tokens may leave gaps, so that the highest id is above the number of tokens.
-    highest, vocab_size = max(tokenizer.get_vocab().values()), model.config.get_text_config().vocab_size
-    if highest >= vocab_size:
+    model = setup_model(
+        config.model, mesh, has_dropout=True, products=products, is_scored=is_scored, embeddings=embeddings
+    )
+    vocab_size = model.config.get_text_config().vocab_size
+    if needed > vocab_size:
         raise ModelError(
-            f"the tokenizer has token ids up to {highest}, but model.name = {config.model.name} has embeddings for "
-            f"0..{vocab_size - 1}"
+            f"the tokenizer has token ids up to {needed - 1}, but model.name = {config.model.name} has embeddings for "
+            f"0..{vocab_size - 1}; to give it more, list the new tokens in tokenizer.add_tokens"
         )
+    if config.tokenizer.add_tokens and process.is_main:
+        warn_of_frozen_embeddings(model)
     if is_scored:
         pad_with(model, tokenizer)
     else:
@@ -193,6 +198,19 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
     return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
+
+
+def warn_of_frozen_embeddings(model: PreTrainedModel) -> None:
+    """Warn if added tokens keep the embeddings that they start with."""
+    ends = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    paths = {module: path for path, module in model.named_modules()}
+    frozen = [paths[end] for end in ends.values() if end is not None and not end.weight.requires_grad]
+    if frozen:
+        names = ", ".join(f'"{path.rpartition(".")[2]}"' for path in frozen)
+        get_logger().warning(
+            f"tokenizer.add_tokens: {' and '.join(frozen)} are frozen, so that the model cannot learn the tokens: set "
+            f"model.lora.modules_to_save = [{names}]"
+        )
 
 
 def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = False) -> Objective:
