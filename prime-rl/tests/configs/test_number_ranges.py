@@ -55,6 +55,7 @@ NO_UPPER = {
         "kl_coef",
         "kl_tau",
         "penalty",
+        "sft_coef",
         "teacher_tau",
     ),
     "only its ratio to the others counts": ("env_ratios", "weight"),

@@ -277,7 +277,7 @@ class NormalizedAdvantageConfig(BaseConfig):
         if self.rewards == "each":
             shaping = [name for name in ("overlong", "length") if getattr(self, name) is not None]
             if shaping:
-                yield f"{' and '.join(shaping)}: they shape the sum of the rewards; set rewards = 'sum'"
+                yield f"rewards = 'each' has no sum that {' and '.join(shaping)} could change: set rewards = 'sum'"
             if "batch" in (self.baseline, self.scale):
                 yield "rewards = 'each' compares in groups: set baseline and scale to 'group', and whiten the batch"
         if self.scale == "group_mean" and self.baseline != "group":
@@ -292,8 +292,8 @@ AdvantageConfig = Annotated[
 
 
 class PenaltiesConfig(BaseConfig):
-    """A penalty on the KL divergence from the reference model, which `trainer.reference` chooses, and a bonus for
-    entropy."""
+    """A penalty on the KL divergence from the reference model, which `trainer.reference` chooses, a bonus for
+    entropy, and an SFT loss on good rollouts."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the penalty: `beta` in TRL, `kl_loss_coef` in verl. 0 needs no reference model."""
@@ -323,6 +323,10 @@ class PenaltiesConfig(BaseConfig):
     entropy_estimator: Literal["exact", "sampled"] = "exact"
     """`exact`: the loss of a token falls by its distribution's entropy, computed over the vocabulary in the same slices
     as its log-probability. `sampled`: its advantage rises by -log(probability), which needs no more computation."""
+
+    sft_coef: float = Field(0.0, ge=0)
+    """Weight of an SFT loss on the good rollouts: -log(probability) of the tokens whose advantage is above 0. 0 adds
+    none."""
 
     @model_validator(mode="after")
     def _check_reference_kl(self) -> Self:

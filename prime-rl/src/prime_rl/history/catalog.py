@@ -86,6 +86,7 @@ RL_TRAINER = (
     Metric(f"is_clamped{_STATISTICS}", "0 or 1", "per token, with `trainer.loss.rejection` and `clamp`: its stale weight is limited"),
     Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
     Metric(f"reference_kl{_STATISTICS}", "nats/token", "per sequence, with `trainer.loss.kl_coef`: KL divergence of the policy from the reference, estimated by k3"),
+    Metric(f"sft_loss{_STATISTICS}", "nats", "per token of good rollouts, with `trainer.loss.sft_coef`: its cross-entropy"),
     Metric("reference_kl_coef", "", "with `trainer.loss.kl_target`: the weight of the KL penalty in this step"),
     Metric(f"teacher_divergence{_STATISTICS}", "nats/token", "per sequence, with `trainer.distillation`: mean divergence from the teacher's distribution"),
     Metric(f"teacher_kl{_STATISTICS}", "nats/token", "per sequence, with teacher log-probabilities: mean of teacher - trainer log-probability"),

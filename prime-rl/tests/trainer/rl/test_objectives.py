@@ -356,6 +356,12 @@ LOSSES = {
         lambda x, at: -np.exp(x - BEHAVIOUR) * (A - 0.2 * at),
         sequences_mean,
     ),
+    "sft on good rollouts": (
+        "dapo",
+        {"sft_coef": 0.3},
+        lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.28) - 0.3 * np.where(A > 0, x, 0),
+        tokens_mean,
+    ),
     "k3 with importance": (
         "dapo",
         {"kl_coef": 0.3, "kl_importance": True},

@@ -293,7 +293,7 @@ def kl_in_rewards(
 
 
 def penalties(tokens: Tokens, config: PenaltiesConfig, coef: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What the KL penalty and the entropy bonus add to advantages and losses, both [M], and metrics.
+    """What KL penalty, entropy bonus and SFT loss add to advantages and losses, both [M], and metrics.
 
     With d = log theta_t - log ref_t, Schulman 2020 (Approximating KL Divergence) estimates a token's divergence by
     k1 = d, k2 = d^2 / 2 and k3 = exp(-d) + d - 1. The gradient of k1 as a loss is zero on average, so k1 lowers the
@@ -302,6 +302,8 @@ def penalties(tokens: Tokens, config: PenaltiesConfig, coef: float) -> tuple[Ten
 
     The entropy of a token's distribution has the gradient -E[log theta_t * grad log theta_t] over sampled tokens. So
     `sampled` adds -log theta_t to the advantage, and `exact` subtracts the entropy itself from the loss.
+
+    `sft_coef` adds the cross-entropy of the tokens whose advantage is above 0, as in self-imitation (Oh et al. 2018).
     """
     to_advantages = to_losses = torch.zeros_like(tokens.advantages)
     metrics = {}
@@ -323,6 +325,10 @@ def penalties(tokens: Tokens, config: PenaltiesConfig, coef: float) -> tuple[Ten
             to_advantages = to_advantages - config.entropy_coef * tokens.logprobs.detach()
         elif tokens.entropy is not None:
             to_losses = to_losses - config.entropy_coef * tokens.entropy
+    if config.sft_coef > 0:
+        is_good = tokens.advantages > 0
+        to_losses = to_losses - config.sft_coef * torch.where(is_good, tokens.logprobs, 0.0)
+        metrics["sft_loss"] = -tokens.logprobs.detach()[is_good]
     return to_advantages, to_losses, metrics
 
 
