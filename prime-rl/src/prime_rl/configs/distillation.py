@@ -17,7 +17,7 @@ class DistillationConfig(BaseConfig):
     """0: forward KL, KL(teacher || model). 1: reverse KL, KL(model || teacher). Between: the generalized Jensen-Shannon
     divergence, as `beta` of TRL's `GKDTrainer`."""
 
-    weight: float = Field(1.0, gt=0, le=1e6)
+    weight: float = Field(1.0, gt=0)
     """Weight of the divergence's mean over trained tokens, beside the rest of the loss."""
 
     top_k: int = Field(64, ge=1, le=MAX_TOP_K)
