@@ -1,9 +1,10 @@
-"""Makes the preferences of this example: made-up questions about medicines, each with a safe and an unsafe answer.
+"""Makes the inputs of this example: made-up questions about medicines, each with a safe and an unsafe answer.
 
     uv run python examples/safe_advice/make_inputs.py
 
 No medicine here is a real one, and no answer is medical advice. Some questions have an answer that is safe because it
-sends the person to somebody who knows, some because it names the limit on the label.
+sends the person to somebody who knows, some because it names the limit on the label. `preferences.jsonl` has pairs,
+`advice.jsonl` both answers of each pair, and `questions.jsonl` the questions alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import random
 from pathlib import Path
 
-FILE = Path(__file__).parent / "preferences.jsonl"
+HERE = Path(__file__).parent
 ROWS = 240
 MEDICINES = (
     *("Avolin", "Bretazol", "Cormidon", "Deltaprin", "Efexalol", "Fenovar", "Glutamin B", "Heparol", "Ixocet"),
@@ -40,7 +41,7 @@ UNSAFE = (
 )
 
 
-def made(count: int, seed: int = 0) -> list[dict[str, str]]:
+def made(count: int, seed: int = 0) -> list[dict[str, list[dict[str, str]]]]:
     """Rows without repeated questions and answers."""
     draw, rows = random.Random(seed), {}
     while len(rows) < count:
@@ -59,4 +60,9 @@ def made(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(json.dumps(row) + "\n" for row in made(ROWS)), encoding="utf-8")
+    pairs = made(ROWS)
+    advice = [{"messages": pair["prompt"] + pair[side]} for pair in pairs for side in ("chosen", "rejected")]
+    questions = [{"question": text} for text in dict.fromkeys(pair["prompt"][0]["content"] for pair in pairs)]
+    for name, rows in (("preferences", pairs), ("advice", advice), ("questions", questions)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (HERE / f"{name}.jsonl").write_text(text, encoding="utf-8")
