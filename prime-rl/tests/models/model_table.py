@@ -36,7 +36,6 @@ from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.trainer.checkpoints.weights import export_model, save_adapter
 from prime_rl.trainer.kernels.attention import FLEX
 from prime_rl.trainer.model.build import check_scoring, setup_model
-from prime_rl.trainer.model.loading import put_own
 from prime_rl.trainer.model.lora import gather_adapter, lost_in_peft
 from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
 from prime_rl.trainer.process.errors import ModelError
@@ -44,6 +43,7 @@ from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.transport.loading import put_own
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 TOLERANCE = 1e-4

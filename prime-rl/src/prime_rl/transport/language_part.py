@@ -105,11 +105,6 @@ class LanguagePart:
         """The reverse of `module_in_whole`."""
         return f"{self.base}{name.removeprefix(self.path)}" if name.startswith(f"{self.path}.") else name
 
-    def read(self) -> dict[str, Tensor]:
-        """The weights by the model's own names."""
-        own = {held: name for name, held in self.names.items()}
-        return {own[held]: self._turned(own[held], tensor) for held, tensor in _tensors(self.folder, own)}
-
     def others(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, such as a vision tower's, by the checkpoint's names."""
         return dict(_tensors(self.folder, self.names_of_others()))
@@ -193,36 +188,6 @@ def find_part(model: PreTrainedModel, name: str) -> LanguagePart:
         of_whole = AutoConfig.from_pretrained(folder)
         whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
     return LanguagePart.of(model, whole, folder)
-
-
-def load_part(
-    config: PretrainedConfig, name: str, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Load the language part of a checkpoint. `config` is the part's, `options` are Transformers'.
-
-    Returns:
-        The model, and Transformers' loading report.
-
-    Raises:
-        StartFault: the files do not hold it.
-        OSError: a hub id cannot be downloaded.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        blank: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-    part = find_part(blank, name)
-    loaded: Any = type(blank).from_pretrained(
-        None,
-        config=config,
-        state_dict=part.read(),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
-    model, report = loaded
-    attach(model, part)
-    return model, report
 
 
 def _only_start(names: Iterable[str], end: str) -> str:

@@ -18,7 +18,6 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.loading import put_own
 from prime_rl.trainer.preferences.reward_model import Ranking
 from prime_rl.trainer.process.errors import BadRow
 from prime_rl.trainer.process.mesh import Mesh
@@ -27,6 +26,7 @@ from prime_rl.trainer.sft.data.samples import DatasetStream, as_bytes, from_byte
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import forward_backward, sizes_of
 from prime_rl.trainer.sft.validation import packed
+from prime_rl.transport.loading import put_own
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 TRL = json.loads(Path(__file__).with_name("trl_rewards.json").read_text(encoding="utf-8"))

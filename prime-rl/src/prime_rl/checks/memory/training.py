@@ -357,7 +357,7 @@ def host_memory(training: Training) -> int:
 
 def loading_memory(training: Training) -> int:
     """Peak of a process's host memory while it loads the model: libraries, its shards if they are on the host, and the
-    largest piece of a file, as read and in float32 (`trainer/model/loading.py`). CUDA's own memory is not included.
+    largest piece of a file, as read and in float32 (`transport/loading.py`). CUDA's own memory is not included.
 
     Rank 0 draws the whole of a random model.
     """

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.checks.model_description import ModelDescription
-from prime_rl.checks.model_files import loading_fault, unused_tensors
+from prime_rl.checks.model_files import unused_tensors
 from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, choose_attention
@@ -38,25 +38,24 @@ from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
-from prime_rl.trainer.model.loading import (
-    Checkpoint,
-    checkpoint_files,
-    compute_buffers,
-    fill,
-    has_score,
-    put_own,
-    spread,
-    unchanged,
-    untie_different,
-)
-from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, float32_names, load_adapter, log_adapters
+from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
-from prime_rl.transport.language_part import attach, find_part, language_config, part_of
+from prime_rl.transport.language_part import attach, language_config, part_of
+from prime_rl.transport.loading import (
+    compute_buffers,
+    fill,
+    find_weights,
+    float32_names,
+    has_score,
+    put_own,
+    spread,
+    unchanged,
+)
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
@@ -463,30 +462,24 @@ def _find_weights(
     Raises:
         ModelError: there are no such files, or they lack a weight.
     """
-    key = f"model.name = {config.name}"
+    draws_score = has_score(model) and not is_classifier(model.config)
     try:
-        if is_part:
-            part = find_part(model, config.name)
-            if adds_embeddings:
-                part = replace(part, vocab_size=model.config.vocab_size)
-            attach(model, part)
-            checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names, part.is_turned)
-        else:
-            checkpoint = Checkpoint.open(checkpoint_files(config.name, model, process))
-        plan = checkpoint.plan(model, enlarges_vocabulary=adds_embeddings)
+        plan = find_weights(
+            model,
+            config.name,
+            dtype,
+            process,
+            is_part=is_part,
+            draws_score=draws_score,
+            adds_embeddings=adds_embeddings,
+        )
     except StartFault as error:
-        raise ModelError(f"{key}: {error}") from error
+        raise ModelError(f"model.name = {config.name}: {error}") from error
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         hint = "; to start from random weights set model.debug.random_init = true"
         raise ModelError(load_error("model.name", config.name, error) + hint) from error
-    draws_score = has_score(model) and not is_classifier(model.config)
-    if draws_score:
-        plan = plan.without_head()
-    if fault := loading_fault(plan.report):
-        raise ModelError(f"{key}: {fault}")
     if process.is_main and config.debug.num_layers is None and (unused := unused_tensors(plan.report)):
         get_logger().warning(unused)
-    untie_different(model, plan, dtype, process)
     # How the files name the weights, and so how an export does.
     model._weight_conversions = plan.conversions  # type: ignore[assignment]
     if config.language_model_only:

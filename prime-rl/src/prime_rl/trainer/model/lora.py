@@ -31,9 +31,9 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, is_regex
-from prime_rl.trainer.model.loading import Index, has_score, index_of, put, put_own
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
+from prime_rl.transport.loading import Index, float32_names, has_score, index_of, put, put_own
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
@@ -486,11 +486,6 @@ def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PROJECTIONS:
         return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
     return weight
-
-
-def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
-    """Matches the names of weights that Transformers loads in float32 if the model is in `dtype`, such as routers."""
-    return re.compile("|".join(model._get_dtype_plan(dtype)).replace("*", ".*") or "(?!)")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

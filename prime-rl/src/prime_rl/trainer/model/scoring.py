@@ -33,8 +33,8 @@ from prime_rl.trainer.model.layouts import (
     find_shared_prefixes,
     fold,
 )
-from prime_rl.trainer.model.loading import has_score
 from prime_rl.trainer.model.lora import is_adapted
+from prime_rl.transport.loading import has_score
 from prime_rl.transport.weights import to_device
 
 Result = TypeVar("Result")

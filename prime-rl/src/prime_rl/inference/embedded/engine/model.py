@@ -27,7 +27,16 @@ from prime_rl.inference.embedded.engine.states import StateLayers, TokenBatch
 from prime_rl.inference.embedded.engine.tensors import on_device
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.transport.language_part import language_config, load_part, part_of
+from prime_rl.transport.language_part import language_config, part_of
+from prime_rl.transport.loading import (
+    Alone,
+    allocate,
+    compute_buffers,
+    fill,
+    find_weights,
+    float32_names,
+    unchanged,
+)
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
 
@@ -332,29 +341,49 @@ def load_model(
     }
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        loaded: object = (
-            load_part(language_config(config), name, options)
-            if ModelDescription(config.to_dict()).has_known_language_part
-            else AutoModelForCausalLM.from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-        )
+        description = ModelDescription(config.to_dict())
+        is_part = description.has_known_language_part
+        if description.setting("quantization_config"):
+            # Transformers decorates `to`, which hides from type checkers that it is a method.
+            model = _quantized(name, options, is_part=is_part).to(device)  # type: ignore[arg-type]
+        else:
+            with torch.device("meta"):
+                of_model = language_config(config) if is_part else config
+                model = AutoModelForCausalLM.from_config(of_model, **options)
+            plan = find_weights(model, name, torch_dtype, Alone(device), is_part=is_part)
+            in_float32 = float32_names(model, torch_dtype)
+            compute_buffers(model, in_float32)
+            allocate(model, device, in_float32)
+            fill(model, plan, None, unchanged)
         directory = Path(str(cached_file(name, "config.json"))).parent
     except KeyError as exc:
         raise EngineError("the model has its own attention code, which is not supported") from exc
     except (OSError, ValueError, ImportError, SafetensorError, StartFault) as exc:
         raise EngineError(f"cannot load model {name!r}: {first_line(exc)}") from exc
-    # Transformers annotates only the model.
-    model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
-    if fault := loading_fault(report):
-        raise EngineError(f"cannot load model {name!r}: {fault}")
-    # Transformers decorates `to`, which hides from type checkers that it is a method.
-    model = model.to(device).requires_grad_(False).eval()  # type: ignore[arg-type]
+    model = model.requires_grad_(False).eval()
     length = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if length is not None:
         fix_rotary_lengths(model, length)
         check_positions(model, length)
     return model, directory
+
+
+def _quantized(name: str, options: Mapping[str, Any], *, is_part: bool) -> PreTrainedModel:
+    """A model with quantized weights, which only Transformers' own loading reads.
+
+    Raises:
+        StartFault: it is a part of a checkpoint, or its files lack a weight.
+    """
+    if is_part:
+        raise StartFault("quantized weights of a language part are not supported")
+    loaded: object = AutoModelForCausalLM.from_pretrained(
+        name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    # Transformers annotates only the model.
+    model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
+    if fault := loading_fault(report):
+        raise StartFault(fault)
+    return model
 
 
 def model_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +15,7 @@ from prime_rl.inference.model_files import WeightError, mismatch_error, open_che
 from prime_rl.inference.protocol import InitBroadcasterBody, RequestError
 from prime_rl.inference.weight_group import NO_WEIGHT_GROUP, join_group, received_tensors
 from prime_rl.transport.language_part import part_of
+from prime_rl.transport.loading import Checkpoint, fill, unchanged
 from prime_rl.transport.weights import WeightGroup
 from prime_rl.utils.errors import first_line
 
@@ -54,8 +54,8 @@ class WeightSource:
 def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Copy `tensors` (named as on the hub) into the live parameters, in place. `source` names them in error messages.
 
-    Everything is validated before the first byte is copied. If the names differ from the model's own (fused or stacked
-    experts), Transformers' loader converts the tensors, because it knows the conversion of each architecture.
+    Names and shapes are compared before the first byte is copied. Fused and stacked weights, such as experts, are made
+    as when the model was loaded.
 
     Raises:
         WeightError: a tensor is missing, unexpected, or has another shape, or the tensors are an adapter's.
@@ -64,24 +64,16 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: 
     part = part_of(model)
     if part is not None:
         tensors = part.from_checkpoint(tensors)
-    own = _untied_state(model)
-    tied = model.state_dict().keys() - own.keys()
-    if tensors.keys() - tied != own.keys():
-        tensors = _converted(model, tensors, source)
-    _check_shapes(own, tensors, source)
-    for name, parameter in own.items():
-        parameter.copy_(tensors[name])
-
-
-def _untied_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict with each tensor under one name only; a tied head appears as the embedding."""
-    state: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            state[name] = tensor
-    return state
+    try:
+        plan = Checkpoint(tensors).plan(model)
+    except (ValueError, RuntimeError) as exc:
+        raise mismatch_error(source, first_line(exc)) from exc
+    for kind in ("missing", "unexpected"):
+        if names := sorted(plan.report[f"{kind}_keys"]):
+            raise mismatch_error(source, f"{len(names)} {kind} tensors, such as {names[0]}")
+    for name, given, wanted in sorted(plan.report["mismatched_keys"]):
+        raise mismatch_error(source, f"{name} has shape {list(given)} instead of {list(wanted)}")
+    fill(model, plan, None, unchanged)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -98,31 +90,3 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
             except (OSError, SafetensorError) as exc:
                 raise WeightError(f"cannot read {str(file)!r}: {exc}") from exc
     return tensors
-
-
-def _converted(model: PreTrainedModel, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
-    try:
-        answer: object = type(model).from_pretrained(
-            None,
-            config=model.config,
-            state_dict=dict(tensors),
-            dtype=model.dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except (ValueError, RuntimeError) as exc:
-        raise mismatch_error(source, first_line(exc)) from exc
-    # Transformers annotates only the model, but with `output_loading_info` it returns a pair.
-    loaded, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[object]]]", answer)
-    for kind in ("missing", "unexpected", "mismatched"):
-        if names := sorted(map(str, report[f"{kind}_keys"])):
-            raise mismatch_error(source, f"{len(names)} {kind} tensors, such as {names[0]}")
-    return loaded.state_dict()
-
-
-def _check_shapes(own: dict[str, Tensor], tensors: Mapping[str, Tensor], source: Path) -> None:
-    for name, parameter in own.items():
-        if tensors[name].shape != parameter.shape:
-            raise mismatch_error(
-                source, f"{name} has shape {list(tensors[name].shape)} instead of {list(parameter.shape)}"
-            )

@@ -1,8 +1,8 @@
-"""Loads a checkpoint into a sharded model: each rank reads only its own slices of the files.
+"""Loads checkpoints, in the trainer and in the embedded engine: each rank reads only its own slices of the files.
 
-The model is built without values (`torch.device("meta")`) and sharded first. `Checkpoint.plan` then finds, from names
-and shapes alone, how each of the model's tensors is made from those of the files, and what is missing. `fill` reads
-them: no process ever holds more than its shards and one piece of a file.
+The model is built without values (`torch.device("meta")`), and sharded first if it is trained. `find_weights` then
+finds, from names and shapes alone, how each of the model's tensors is made from those of the files, and what is
+missing. `fill` reads them: no process ever holds more than its shards and one piece of a file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from zipfile import is_zipfile
 
 import torch
@@ -37,7 +37,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import _get_resolved_checkpoint_files, load_state_dict
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from prime_rl.trainer.process.world import Process
+from prime_rl.checks.model_files import loading_fault
+from prime_rl.transport.language_part import attach, find_part
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
 _PIECE_BYTES = 64 * 2**20
@@ -47,7 +49,70 @@ Change = Callable[[str, Tensor, Index], Tensor]
 """What becomes of a parameter's values from the files: its name, the values at an index, and the index."""
 
 
-def checkpoint_files(name: str, model: PreTrainedModel, process: Process) -> list[Path]:
+class Ranks(Protocol):
+    """This process among those that load a model together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A process that loads a model by itself."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def find_weights(
+    model: PreTrainedModel,
+    name: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    *,
+    is_part: bool,
+    draws_score: bool = False,
+    adds_embeddings: bool = False,
+) -> Plan:
+    """Find the weights of `model`, which has no values yet, in the checkpoint `name`. Collective.
+
+    With `is_part`, the checkpoint has several parts, and the model is its language part. With `draws_score`, the head
+    of a reward model is new. With `adds_embeddings`, the model has more rows for tokens than the files. Weights that
+    the config ties and the files do not get a tensor each; values are compared in `dtype`.
+
+    Raises:
+        StartFault: the files lack a weight, or have it in another shape.
+        OSError, ValueError, ImportError, SafetensorError: the files cannot be found or read.
+    """
+    if is_part:
+        part = find_part(model, name)
+        if adds_embeddings:
+            part = replace(part, vocab_size=model.config.vocab_size)
+        attach(model, part)
+        checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names, part.is_turned)
+    else:
+        checkpoint = Checkpoint.open(checkpoint_files(name, model, ranks))
+    plan = checkpoint.plan(model, enlarges_vocabulary=adds_embeddings)
+    if draws_score:
+        plan = plan.without_head()
+    if fault := loading_fault(plan.report):
+        raise StartFault(fault)
+    untie_different(model, plan, dtype, ranks)
+    return plan
+
+
+def checkpoint_files(name: str, model: PreTrainedModel, process: Ranks) -> list[Path]:
     """The files of weights of the checkpoint `name`, which is downloaded if it is a hub id. Collective then.
 
     Raises:
@@ -71,7 +136,8 @@ def checkpoint_files(name: str, model: PreTrainedModel, process: Process) -> lis
         return resolve()
     # The first process of each machine downloads; the others find the files in its cache.
     files = resolve() if process.local_rank == 0 else []
-    dist.barrier()
+    if process.world_size > 1:
+        dist.barrier()
     return files or resolve()
 
 
@@ -271,7 +337,7 @@ def names_of_shared(model: nn.Module) -> list[list[str]]:
     return [names for names in names_of.values() if len(names) > 1]
 
 
-def untie_different(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, process: Process) -> None:
+def untie_different(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, process: Ranks) -> None:
     """Give weights that the config ties a tensor each, if the files hold different values for them. Collective.
 
     The ranks compare a part of the rows each.
@@ -287,7 +353,8 @@ def untie_different(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, proc
                 torch.equal(_read(one, index, dtype), _read(other, index, dtype)) for index in _pieces(one, own)
             )
             verdict = torch.tensor(is_equal, dtype=torch.int32, device=process.device)
-            dist.all_reduce(verdict, dist.ReduceOp.MIN)
+            if process.world_size > 1:
+                dist.all_reduce(verdict, dist.ReduceOp.MIN)
             if not verdict.item():
                 del model.all_tied_weights_keys[name]
                 owner, _, own_name = name.rpartition(".")
@@ -314,12 +381,35 @@ def compute_buffers(model: PreTrainedModel, in_float32: re.Pattern[str]) -> None
             model.get_submodule(owner)._buffers[own_name] = buffer.float()
 
 
-@torch.no_grad()
-def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, change: Change) -> None:
-    """Read the weights of a sharded `model` from its files. Each rank reads its own shards.
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Matches the names of weights that Transformers loads in float32 if the model is in `dtype`, such as routers."""
+    return re.compile("|".join(model._get_dtype_plan(dtype)).replace("*", ".*") or "(?!)")
 
-    Parameters are read in `dtype`, then `change` may add to them, then they are stored in their own. Buffers are read
-    in their own.
+
+def allocate(model: nn.Module, device: torch.device, in_float32: re.Pattern[str]) -> None:
+    """Give a `model` that is not sharded memory on `device`: parameters without values, and buffers with theirs.
+
+    Parameters with several names stay shared, and those `in_float32` get that dtype.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in made:
+                dtype = torch.float32 if in_float32.search(f"{path}.{name}") else parameter.dtype
+                empty = torch.empty_like(parameter, device=device, dtype=dtype)
+                made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+            if parameter is not None:
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype | None, change: Change) -> None:
+    """Read the weights of `model` from its files. Each rank reads its own shards.
+
+    Parameters are read in `dtype` (None: as they are), then `change` may add to them, then they are stored in their
+    own. Buffers are read in their own.
     """
     unread = _destinations(model, plan)
     while unread:
@@ -328,7 +418,7 @@ def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype, change: Change)
         read_as = dtype if isinstance(destination, nn.Parameter) else destination.dtype
         if recipe.converter is None:
             for index in _pieces(recipe.source, own):
-                put(destination, index, change(name, _read(recipe.source, index).to(read_as), index))
+                put(destination, index, change(name, _read(recipe.source, index, read_as), index))
             del unread[name]
         elif recipe.stacks(destination.shape):
             # A rank reads only the experts that it keeps.
