@@ -92,6 +92,9 @@ def test_sft_adds_tokens_and_rl_continues(tiny_model_dir: Path, tmp_path: Path, 
     (fault,) = adapter_faults("model", model, StartDir(tmp_path), adds_tokens=False)
     assert "it has 140 embeddings, for added tokens, and the model 128: set model.name to the export" in fault
     assert not list(adapter_faults("model", model, StartDir(tmp_path), adds_tokens=True))
+    model = ModelConfig(name=str(export), attn="sdpa", lora=LoRAConfig(rank=4, alpha=8.0, path=str(out)))
+    (fault,) = adapter_faults("model", model, StartDir(tmp_path), adds_tokens=False)
+    assert 'set modules_to_save = ["model.embed_tokens", "lm_head"]' in fault
 
     rl = tmp_path / "rl"
     run_rl(rl, export, lora=LORA)

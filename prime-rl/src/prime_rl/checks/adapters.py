@@ -109,4 +109,7 @@ def lora_fault(lora: LoRAConfig, path: Path) -> str | None:
             f"this adapter has rank {given.rank} and alpha {alpha:g}, and the config asks for rank {lora.rank} and "
             f"alpha {lora.alpha:g}: set rank = {given.rank} and alpha = {alpha:g}"
         )
+    if given.modules_to_save and not lora.modules_to_save:
+        names = ", ".join(f'"{name}"' for name in given.modules_to_save)
+        return f"this adapter holds modules that were trained in full: set modules_to_save = [{names}]"
     return None
