@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
-from prime_rl.orchestrator.batches.teacher import Teacher
+from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.transport.messages import TrainingSample
 
 from .conftest import Server, vllm_python
@@ -38,12 +38,11 @@ async def test_scores_are_those_of_transformers(teacher_server, served_model_dir
     # Two samples share a prompt: an engine that reuses it still scores all of it.
     samples = [sample_of([7] * 40, [12, 13, 14]), sample_of([7] * 40, [9]), sample_of([3], [10, 11])]
     client = {"base_url": [f"{teacher_server.client.base_url}/v1"], "api_key_var": "UNSET_VARIABLE"}
-    teacher = Teacher(
-        TeacherModelConfig.model_validate({"client": client, "model": {"name": str(served_model_dir)}, "top_k": 30})
-    )
+    settings = {"client": client, "model": {"name": str(served_model_dir)}, "top_k": 30}
+    teacher = Teachers([TeacherModelConfig.model_validate(settings)])
     await teacher.wait_ready(None)
     for _ in range(2):
-        await teacher.score(samples)
+        await teacher.score([(sample, None) for sample in samples])
     await teacher.close()
     model = AutoModelForCausalLM.from_pretrained(served_model_dir, dtype=torch.float32).eval()
     for sample in samples:

@@ -23,7 +23,7 @@ from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.launch.plan import rl_request
-from prime_rl.orchestrator.batches.teacher import Teacher
+from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingSample
@@ -128,12 +128,12 @@ def pid_of(name: str, run: RunPaths) -> int:
     return int(json.loads(run.heartbeat(name).read_bytes().partition(b"\n")[0])[5][0])
 
 
-def teacher_at(run: RunPaths, model: Path = MODEL, **client: Any) -> Teacher:
+def teacher_at(run: RunPaths, model: Path = MODEL, **client: Any) -> Teachers:
     """A client of the run's teacher, which finds the key in this user's file."""
     url = re.search(r"--server.host (\S+) --server.port (\d+)", run.log(TEACHER).read_text())
     assert url is not None
     settings = {"base_url": [f"http://{url[1]}:{url[2]}/v1"], "api_key_var": "UNSET_VARIABLE", **client}
-    return Teacher(TeacherModelConfig.model_validate({"client": settings, "model": {"name": str(model)}}))
+    return Teachers([TeacherModelConfig.model_validate({"client": settings, "model": {"name": str(model)}})])
 
 
 def test_a_teacher_that_is_the_policy_has_nothing_to_teach_in_the_first_step(distillation) -> None:
@@ -157,7 +157,7 @@ async def test_what_a_teacher_cannot_score_is_one_line(distillation, settings, t
 
     async def ask() -> None:
         await teacher.wait_ready(None)
-        await teacher.score([sample])
+        await teacher.score([(sample, None)])
 
     with pytest.raises(OrchestratorError, match=fault):
         await ask()
@@ -186,7 +186,7 @@ async def test_a_server_without_prompt_logprobs_is_told_before_the_first_step() 
     with ThreadingHTTPServer(("127.0.0.1", 0), ForgetfulServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = {"base_url": [f"http://127.0.0.1:{server.server_port}/v1"], "skip_model_check": True}
-        teacher = Teacher(TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}}))
+        teacher = Teachers([TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}})])
         with pytest.raises(OrchestratorError, match="does not return log-probabilities of a prompt: it needs"):
             await teacher.wait_ready(None)
         await teacher.close()

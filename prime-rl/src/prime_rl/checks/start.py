@@ -201,8 +201,10 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _named_faults("teacher_inference.model.name", config.teacher_inference.model.name, start)
         for fault in engine_faults(config.teacher_inference, start):
             yield type(fault)(f"teacher_inference: {fault}")
-    if (teacher := config.orchestrator.teacher_model) is not None:
-        yield from _header_faults("orchestrator.teacher_model.client", teacher.client, start)
+    for key, teacher in config.orchestrator.all_teachers.items():
+        if teacher.is_policy:
+            continue
+        yield from _header_faults(f"orchestrator.{key}.client", teacher.client, start)
         if (token := other_token(trainer.model.name, teacher.model.name, start)) is not None:
             yield (
                 f"the teacher {teacher.model.name} has a different tokenizer from {trainer.model.name}: token {token}; "

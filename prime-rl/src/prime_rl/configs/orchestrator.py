@@ -248,7 +248,7 @@ class OptimizerConfig(BaseConfig):
 
 
 class TeacherModelConfig(BaseConfig):
-    """A teacher: a frozen model whose log-probabilities of the sampled tokens guide the policy."""
+    """A teacher: a model whose log-probabilities of the sampled tokens guide the policy."""
 
     client: ClientConfig = ClientConfig()
     """How to reach the teacher's servers, which take turns. `rl` sets it if it starts one."""
@@ -259,6 +259,23 @@ class TeacherModelConfig(BaseConfig):
     top_k: int | None = Field(None, ge=1, le=MAX_TOP_K)
     """Number of the likeliest tokens to ask for at each trained place. `rl` sets it to `trainer.distillation.top_k`.
     None asks only for the log-probability of the sampled token."""
+
+    weight: float = Field(1.0, gt=0, le=1e6)
+    """Weight among the teachers that score the same sample; the weights are divided by their sum."""
+
+    envs: list[str] | None = Field(None, min_length=1)
+    """Names of the training environments whose samples it scores. None: all."""
+
+    hint: str | None = Field(None, min_length=1)
+    """What the teacher reads at the end of the last user message, and the policy does not: `The answer is {answer}.`,
+    with the row's columns in braces. None: the policy's own prompt."""
+
+    is_policy: bool = False
+    """Score with the policy's servers, with the weights that they hold at the time, instead of `client` and `model`."""
+
+    def scores(self, env: str) -> bool:
+        """Whether it scores the samples of a training environment."""
+        return self.envs is None or env in self.envs
 
 
 class CheckpointConfig(BaseConfig):
@@ -333,6 +350,10 @@ class OrchestratorConfig(RootConfig):
 
     teacher_model: TeacherModelConfig | None = None
     """A teacher. None disables it."""
+
+    teachers: list[TeacherModelConfig] = Field([])
+    """More teachers, at servers that run already, or the policy itself. The loss is the weighted mean of the losses of
+    all that score a sample."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How training rollouts are sampled."""
@@ -468,10 +489,32 @@ class OrchestratorConfig(RootConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults([*self._faults(), *self._batching_faults(), *self._temperature_faults()])
+        raise_faults([*self._faults(), *self._teacher_faults(), *self._batching_faults(), *self._temperature_faults()])
         for text in (*training_warnings(self.sampling), *self._advantage_warnings()):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
+
+    @property
+    def all_teachers(self) -> dict[str, TeacherModelConfig]:
+        """Every teacher by its key."""
+        first = {} if self.teacher_model is None else {"teacher_model": self.teacher_model}
+        return {**first, **{f"teachers.{number}": each for number, each in enumerate(self.teachers)}}
+
+    def _teacher_faults(self) -> Iterator[str]:
+        teachers, names = self.all_teachers, [env.name or env.id for env in self.env]
+        for key, teacher in teachers.items():
+            for name in teacher.envs or ():
+                if name not in names:
+                    yield f"{key}.envs: {name!r} is none of the training environments ({', '.join(names)})"
+            if teacher.is_policy and self.model.lora is not None:
+                yield f"{key}.is_policy: a policy with LoRA adapters cannot be its own teacher; name a server"
+            if teacher.is_policy and teacher.hint is None:
+                yield f"{key}.is_policy: without a hint, the policy has nothing to teach itself; set {key}.hint"
+        if teachers and len({teacher.top_k for teacher in teachers.values()}) > 1:
+            yield "all teachers need the same top_k: set trainer.distillation.top_k"
+        for name in names if teachers else ():
+            if not any(teacher.scores(name) for teacher in teachers.values()):
+                yield f"no teacher scores the environment {name!r}: add it to the envs of one"
 
     @model_validator(mode="after")
     def _derive_values(self) -> Self:

@@ -17,13 +17,13 @@ from itertools import chain
 from typing import Any
 
 from prime_rl.checks.model_files import known_vocab_size
-from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import BufferConfig, CheckpointConfig, OrchestratorConfig, TeacherModelConfig
 from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import setup_advantage, try_advantage
 from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
-from prime_rl.orchestrator.batches.teacher import Teacher
+from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
 from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.errors import EnvironmentFault
@@ -153,7 +153,7 @@ async def _run(
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
         async_limits = AsyncLimits(config.max_async_level, config.strict_async_level)
         policy = Policy(paths, pool, async_limits, config.trainer_timeout, progress.step)
-        teacher = await ready_teacher(config, run, closing)
+        teacher = await ready_teachers(config, run, closing, environments.train)
         scheduler = Scheduler(environments.train, buffer, pool, policy, scheduler_limits(config), teacher)
         closing.push_async_callback(scheduler.close)
         scheduler.follow(pool)
@@ -186,7 +186,7 @@ async def _run(
         background = [policy.follow(), *pool.watchers(), judges.watch(), watch.measure()]
         await _run_steps(steps, progress, background)
         # A teacher's log-probabilities teach without advantages.
-        if reward_watch is not None and config.teacher_model is None and not config.bench:
+        if reward_watch is not None and not config.all_teachers and not config.bench:
             verdict = reward_watch.lessons.verdict(run.root)
             if verdict is not None:
                 for env, why in reward_watch.why_zero.items() if reward_watch.lessons.rewards == {0.0} else ():
@@ -345,14 +345,25 @@ class Environments:
         return chain(self.train.values(), self.eval.values())
 
 
-async def ready_teacher(config: OrchestratorConfig, run: RunPaths, closing: AsyncExitStack) -> Teacher | None:
-    """The teacher, after it has scored a token. None in a run without one. Raises OrchestratorError."""
-    if config.teacher_model is None:
+async def ready_teachers(
+    config: OrchestratorConfig, run: RunPaths, closing: AsyncExitStack, environments: Mapping[str, Environment]
+) -> Teachers | None:
+    """The teachers, after each has scored a token. None in a run without any. Raises OrchestratorError."""
+    if not config.all_teachers:
         return None
-    teacher = Teacher(config.teacher_model)
-    closing.push_async_callback(teacher.close)
-    await teacher.wait_ready(run.started_log(TEACHER))
-    return teacher
+    policy = TeacherModelConfig(client=config.client, model=config.model)
+    teachers = Teachers(
+        [
+            each.model_copy(update={"client": policy.client, "model": policy.model}) if each.is_policy else each
+            for each in config.all_teachers.values()
+        ],
+        lambda example: environments[example.env].content(example.row),
+    )
+    closing.push_async_callback(teachers.close)
+    if any(each.hint is not None for each in config.all_teachers.values()):
+        teachers.check_hints({name: environment.content(0) for name, environment in environments.items()})
+    await teachers.wait_ready(run.started_log(TEACHER))
+    return teachers
 
 
 def make_buffer(config: OrchestratorConfig, environments: Mapping[str, Environment], ledger: Ledger) -> Buffer:

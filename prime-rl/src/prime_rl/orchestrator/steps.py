@@ -14,7 +14,7 @@ from prime_rl.configs.orchestrator import SamplingConfig
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_advantages
 from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, Filter, apply_filters, build_batch, what_is_left_out
-from prime_rl.orchestrator.batches.teacher import Teacher
+from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.evaluator import Evaluator, Validator
@@ -74,7 +74,7 @@ class Steps:
     max_steps: int | None
     length_limit: str = "their length limit"
     """Name of the limit on a prompt with its completion, for messages."""
-    teacher: Teacher | None = None
+    teacher: Teachers | None = None
     evaluator: Evaluator | None = None
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Steps:
             assign_advantages(groups, self.advantage)
             return build_batch(groups)
 
-    async def score(self, batch: Batch, step: int, teacher: Teacher) -> None:
+    async def score(self, batch: Batch, step: int, teacher: Teachers) -> None:
         """Wait for the teacher's scores of the batch, which it began when each group ended."""
         own_beats().say(f"step {step}: waiting for the teacher's log-probabilities")
         with self._timing("teacher_logprobs"):

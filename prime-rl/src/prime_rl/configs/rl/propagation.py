@@ -445,8 +445,12 @@ def _add_teacher(run: RunTables) -> None:
 
 
 def _ask_for_top_tokens(run: RunTables) -> None:
-    distillation = run.get("trainer.distillation")
-    if isinstance(distillation, dict) and isinstance(run.get("orchestrator.teacher_model"), dict):
-        wanted = peek(DistillationConfig, distillation)
-        if wanted is not None:
-            run.override("orchestrator.teacher_model.top_k", wanted.top_k, "trainer.distillation.top_k")
+    distillation, more = run.get("trainer.distillation"), run.get("orchestrator.teachers")
+    wanted = peek(DistillationConfig, distillation) if isinstance(distillation, dict) else None
+    if wanted is None:
+        return
+    if isinstance(run.get("orchestrator.teacher_model"), dict):
+        run.override("orchestrator.teacher_model.top_k", wanted.top_k, "trainer.distillation.top_k")
+    if isinstance(more, list):
+        same = [{**each, "top_k": wanted.top_k} if isinstance(each, dict) else each for each in more]
+        run.put("orchestrator.teachers", same, "trainer.distillation.top_k")

@@ -279,9 +279,9 @@ def run_warnings(run: RunSections) -> Iterator[str]:
     """One line for each setting that works, but probably not as intended."""
     loss = run.trainer.loss
     learns = run.trainer.distillation is not None or loss.type != "default" or loss.teacher_tau > 0
-    if run.orchestrator.teacher_model is not None and not learns:
+    if run.orchestrator.all_teachers and not learns:
         yield "trainer.loss.teacher_tau is 0: the teacher scores every sample, and only the metric teacher_kl shows it"
-    if run.orchestrator.teacher_model is not None and not _samples_at_one(run.orchestrator.sampling):
+    if run.orchestrator.all_teachers and not _samples_at_one(run.orchestrator.sampling):
         yield (
             "a teacher's log-probabilities are those at temperature 1, and the policy's are those at "
             "orchestrator.sampling.temperature: only 1 compares the same"
@@ -466,31 +466,36 @@ def _broadcast_faults(run: RunSections) -> Iterator[str]:
 
 
 def _teacher_faults(run: RunSections) -> Iterator[str]:
-    loss, teacher = run.trainer.loss, run.orchestrator.teacher_model
-    if loss.type == "default" and loss.teacher_tau > 0 and teacher is None:
+    loss, teachers = run.trainer.loss, run.orchestrator.all_teachers
+    if loss.type == "default" and loss.teacher_tau > 0 and not teachers:
         yield (
             "trainer.loss.teacher_tau needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
             "orchestrator.teacher_model.client.base_url for one that runs already"
         )
-    if run.trainer.distillation is not None and teacher is None:
+    if run.trainer.distillation is not None and not teachers:
         yield (
             "[trainer.distillation] needs a teacher: set deployment.num_teacher_gpus, [teacher_inference], or "
             "orchestrator.teacher_model.client.base_url for one that runs already"
         )
-    if teacher is None:
+    if not teachers:
         return
     if loss.type not in ("default", "custom") and run.trainer.distillation is None:
         yield (
             f"a teacher has no effect with trainer.loss.type = {loss.type!r}: set [trainer.distillation], or the type "
             "'default' or 'custom'"
         )
-    if teacher.top_k is not None and run.trainer.distillation is None:
-        yield "orchestrator.teacher_model.top_k has no effect without [trainer.distillation]: set its top_k instead"
-    if run.teacher_inference is None and set(teacher.client.base_url) & set(run.orchestrator.client.base_url):
-        yield (
-            "orchestrator.teacher_model.client.base_url names the server of the model that is trained: name the "
-            "teacher's, or let the run start it with [teacher_inference]"
-        )
+    for key, teacher in teachers.items():
+        if teacher.top_k is not None and run.trainer.distillation is None:
+            yield f"orchestrator.{key}.top_k has no effect without [trainer.distillation]: set its top_k instead"
+        is_started = run.teacher_inference is not None and key == "teacher_model"
+        if teacher.is_policy and is_started:
+            yield "orchestrator.teacher_model.is_policy and [teacher_inference] exclude each other: remove one"
+        shares = set(teacher.client.base_url) & set(run.orchestrator.client.base_url)
+        if shares and not is_started and not teacher.is_policy:
+            yield (
+                f"orchestrator.{key}.client.base_url names the server of the model that is trained: name the "
+                "teacher's, let the run start it with [teacher_inference], or set is_policy = true and a hint"
+            )
     if run.teacher_inference is not None and run.teacher_inference.enable_lora:
         yield "teacher_inference.enable_lora: a teacher serves no adapters; remove it, or name a merged model"
     served = run.teacher_inference.model.max_model_len if run.teacher_inference is not None else None

@@ -146,6 +146,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
                 "advantage",
                 "filters",
                 "teacher_model",
+                "teachers",
                 "optim",
                 "batch_size",
                 "token_batch_size",

@@ -1,4 +1,4 @@
-"""The teacher of a run: a frozen model that scores the samples before they are sent to the trainer."""
+"""The teachers of a run: models that score the samples before they are sent to the trainer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,7 +20,7 @@ from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.judges import TEACHER_AT_ONCE
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
-from prime_rl.orchestrator.rollouts.rollout import Rollout, to_samples
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, to_samples
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
@@ -79,55 +81,38 @@ class Teacher:
         self._turns = itertools.cycle(self._channels)
         await asyncio.gather(*(self._scores(channel, [0, 0], [1]) for channel in self._channels))
 
-    def begin(self, rollouts: Sequence[Rollout]) -> asyncio.Task[list[list[TrainingSample]]]:
-        """Start to score the samples of a group that has just ended. The task returns them by rollout."""
-
-        async def score() -> list[list[TrainingSample]]:
-            samples = [to_samples(rollout) for rollout in rollouts]
-            await self.score([each for of_rollout in samples for each in of_rollout if any(each.completion_mask)])
-            return samples
-
-        task = asyncio.create_task(score())
-        # `finish` raises its error. Of a group that no batch takes, nobody would read it, and asyncio would log it.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return task
-
-    async def finish(self, batch: Batch) -> None:
-        """Wait for the scores of the batch's groups, and give them to its samples.
-
-        Raises:
-            OrchestratorError: as in `score`.
-        """
-        of_rollouts = iter(batch.samples)
-        for group in batch.groups:
-            scored = await (group.scored_samples or self.begin(group.rollouts))
-            own = itertools.islice(of_rollouts, len(group.rollouts))
-            for (_, samples), with_scores in zip(own, scored, strict=True):
-                for sample, source in zip(samples, with_scores, strict=True):
-                    sample.teacher_logprobs, sample.teacher_top = source.teacher_logprobs, source.teacher_top
-
-    async def score(self, samples: Sequence[TrainingSample]) -> None:
-        """Set `teacher_logprobs` of the samples: entry t is the teacher's log-probability of token t at temperature 1.
-
-        The first token is not predicted, so its entry is 0.
-
-        Raises:
-            OrchestratorError: a server does not answer after its retries, or cannot score a sample.
-        """
-        turns = zip(samples, self._turns, strict=False)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for sample, channel in turns:
-                    group.create_task(self._score(sample, channel))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
-
-    async def _score(self, sample: TrainingSample, channel: ChatChannel) -> None:
-        tokens = sample.prompt_ids + sample.completion_ids
+    async def scores(self, tokens: list[int], places: Sequence[int]) -> Scores:
+        """Score all tokens, and find the likeliest ones at `places`. Raises OrchestratorError."""
+        channel = next(self._turns)
         async with self._room:
-            scores = await self._scores(channel, tokens, _trained_places(sample))
-        sample.teacher_logprobs = scores.logprobs
-        sample.teacher_top = None if not self.top_k else _packed([scores], [1.0])
+            return await self._scores(channel, tokens, places)
+
+    async def hinted_prompt(self, rollout: Rollout, hint: str) -> list[int]:
+        """The tokens of a rollout's first prompt with a hint at the end of its last user message.
+
+        Raises:
+            OrchestratorError: the prompt is no conversation, or its server does not render it.
+        """
+        messages = rollout.prompt
+        place = _last_of_user(messages)
+        if place is None:
+            raise OrchestratorError(
+                f"the hint of the teacher {self.model} needs a prompt with a user's message, and environment "
+                f"{rollout.example.env!r}, row {rollout.example.row}, has none"
+            )
+        said = {**messages[place]}
+        if isinstance(said["content"], list):
+            said["content"] = [*said["content"], {"type": "text", "text": f"\n\n{hint}"}]
+        else:
+            said["content"] = f"{said['content']}\n\n{hint}"
+        changed = [dict(each) for each in messages]
+        changed[place] = said
+        channel = next(self._turns)
+        body = {"model": self.model, "messages": changed, **rollout.rendering, "add_generation_prompt": True}
+        try:
+            return await channel.tokenize(body)
+        except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
+            raise OrchestratorError(f"the teacher at {channel.base_url} does not render a prompt: {error}") from error
 
     async def _scores(self, channel: ChatChannel, tokens: list[int], places: Sequence[int]) -> Scores:
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0}
@@ -172,6 +157,156 @@ class Teacher:
         await asyncio.gather(self._pool.close(), *(channel.close() for channel in self._channels))
 
 
+class Teachers:
+    """Scores the samples of finished groups with all teachers, and mixes the scores.
+
+    The trainer's losses are linear in a teacher's log-probabilities (`teacher_tau`) and in its divergence
+    (`trainer.distillation`), so their weighted mean over teachers is the loss of the mixture that it documents.
+    """
+
+    def __init__(
+        self, configs: Sequence[TeacherModelConfig], content: Callable[[ExampleRef], Mapping[str, Any]] | None = None
+    ) -> None:
+        """`content` gives the columns of an example's row, for hints."""
+        self._teachers = [(config, Teacher(config)) for config in configs]
+        self._content = content
+
+    def check_hints(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises OrchestratorError: a hint names a column that the first row of an environment, in `rows`, lacks."""
+        for config, _ in self._teachers:
+            for env, row in rows.items():
+                if config.hint is not None and config.scores(env):
+                    filled_hint(config.hint, row, env)
+
+    async def wait_ready(self, server_log: Path | None) -> None:
+        """Wait for each teacher. `server_log` is that of the first one's server, if the run started it.
+
+        Raises:
+            OrchestratorError: as `Teacher.wait_ready`.
+        """
+        for number, (_, teacher) in enumerate(self._teachers):
+            await teacher.wait_ready(None if number else server_log)
+
+    def begin(self, rollouts: Sequence[Rollout]) -> asyncio.Task[list[list[TrainingSample]]]:
+        """Start to score the samples of a group that has just ended. The task returns them by rollout."""
+
+        async def score() -> list[list[TrainingSample]]:
+            samples = [to_samples(rollout) for rollout in rollouts]
+            await self.score(
+                [
+                    (each, rollout if number == 0 else None)
+                    for rollout, of_rollout in zip(rollouts, samples, strict=True)
+                    for number, each in enumerate(of_rollout)
+                    if any(each.completion_mask)
+                ],
+                rollouts[0].example.env,
+            )
+            return samples
+
+        task = asyncio.create_task(score())
+        # `finish` raises its error. Of a group that no batch takes, nobody would read it, and asyncio would log it.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    async def finish(self, batch: Batch) -> None:
+        """Wait for the scores of the batch's groups, and give them to its samples.
+
+        Raises:
+            OrchestratorError: as in `score`.
+        """
+        of_rollouts = iter(batch.samples)
+        for group in batch.groups:
+            scored = await (group.scored_samples or self.begin(group.rollouts))
+            own = itertools.islice(of_rollouts, len(group.rollouts))
+            for (_, samples), with_scores in zip(own, scored, strict=True):
+                for sample, source in zip(samples, with_scores, strict=True):
+                    sample.teacher_logprobs, sample.teacher_top = source.teacher_logprobs, source.teacher_top
+
+    async def score(self, samples: Sequence[tuple[TrainingSample, Rollout | None]], env: str = "") -> None:
+        """Set `teacher_logprobs` of samples of an environment, and `teacher_top` if likeliest tokens are asked for.
+
+        Entry t of `teacher_logprobs` is the log-probability of token t at temperature 1. The first token is not
+        predicted, so its entry is 0. A sample has its rollout, if it begins with the rollout's first prompt: hints are
+        put into it.
+
+        Raises:
+            OrchestratorError: a server does not answer after its retries, or cannot score a sample.
+        """
+        teachers = [each for each in self._teachers if each[0].scores(env)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for sample, rollout in samples:
+                    group.create_task(self._score(sample, rollout, teachers))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
+
+    async def _score(
+        self, sample: TrainingSample, rollout: Rollout | None, teachers: Sequence[tuple[TeacherModelConfig, Teacher]]
+    ) -> None:
+        scores = await asyncio.gather(
+            *(self._scores_of(teacher, config.hint, sample, rollout) for config, teacher in teachers)
+        )
+        total = sum(config.weight for config, _ in teachers)
+        weights = [config.weight / total for config, _ in teachers]
+        columns = zip(*(each.logprobs for each in scores), strict=True)
+        sample.teacher_logprobs = [
+            sum(weight * each for weight, each in zip(weights, column, strict=True)) for column in columns
+        ]
+        if teachers[0][0].top_k is not None:
+            # Rows of the trainer are tensors: all samples have places for the most teachers that any of them has.
+            unused = self._most_teachers() - len(scores)
+            sample.teacher_top = _packed(scores, weights, unused)
+
+    async def _scores_of(
+        self, teacher: Teacher, hint: str | None, sample: TrainingSample, rollout: Rollout | None
+    ) -> Scores:
+        prompt_ids = sample.prompt_ids
+        if hint is not None and rollout is not None and self._content is not None:
+            row = self._content(rollout.example)
+            prompt_ids = await teacher.hinted_prompt(rollout, filled_hint(hint, row, rollout.example.env))
+        shift = len(prompt_ids) - len(sample.prompt_ids)
+        places = [place + shift for place in _trained_places(sample)]
+        scores = await teacher.scores(prompt_ids + sample.completion_ids, places)
+        # Prompts are not trained on; those with a hint are other tokens.
+        logprobs = (
+            scores.logprobs if shift == 0 else [0.0] * len(sample.prompt_ids) + scores.logprobs[len(prompt_ids) :]
+        )
+        return replace(scores, logprobs=logprobs)
+
+    def _most_teachers(self) -> int:
+        everywhere = sum(config.envs is None for config, _ in self._teachers)
+        names = {name for config, _ in self._teachers for name in config.envs or ()}
+        return max([everywhere, *(sum(config.scores(name) for config, _ in self._teachers) for name in names)])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(teacher.close() for _, teacher in self._teachers))
+
+
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+
+def filled_hint(hint: str, row: Mapping[str, Any], env: str) -> str:
+    """The hint with the row's columns. Raises OrchestratorError: the row lacks one."""
+
+    def column(name: re.Match[str]) -> str:
+        if name[1] not in row:
+            raise OrchestratorError(
+                f"the teacher's hint names the column {name[1]!r}, and rows of environment {env!r} have "
+                f"{', '.join(sorted(row))}"
+            )
+        return str(row[name[1]])
+
+    return _COLUMN.sub(column, hint)
+
+
+def _last_of_user(messages: Any) -> int | None:
+    """Index of the last message of the user. None if there is none."""
+    if not isinstance(messages, list):
+        return None
+    places = [at for at, each in enumerate(messages) if isinstance(each, Mapping) and each.get("role") == "user"]
+    return places[-1] if places else None
+
+
 LEAST_LOGPROB = -1e4
 """Stands for a log-probability of minus infinity, which JSON has no number for."""
 
@@ -186,16 +321,12 @@ def _trained_places(sample: TrainingSample) -> list[int]:
     return [place for place, is_trained in enumerate(mask) if is_trained and place]
 
 
-def _packed(scores: Sequence[Scores], weights: Sequence[float]) -> TeacherTop:
-    """The likeliest tokens of several teachers, side by side."""
-    ids, logprobs = (
-        np.stack(parts, 1) for parts in zip(*((each.top_ids, each.top_logprobs) for each in scores), strict=True)
-    )
-    of_places = np.tile(np.array(weights, "<f4"), (len(ids), 1))
-    return TeacherTop(
-        len(scores),
-        ids.shape[2],
-        ids.astype("<i4").tobytes(),
-        logprobs.astype("<f4").tobytes(),
-        of_places.tobytes(),
-    )
+def _packed(scores: Sequence[Scores], weights: Sequence[float], unused: int) -> TeacherTop:
+    """The likeliest tokens of several teachers, side by side, and `unused` empty places with weight 0."""
+    places, k = scores[0].top_ids.shape
+    ids = np.zeros((places, len(scores) + unused, k), "<i4")
+    logprobs = np.zeros(ids.shape, "<f4")
+    for number, each in enumerate(scores):
+        ids[:, number], logprobs[:, number] = each.top_ids, each.top_logprobs
+    of_places = np.tile(np.array([*weights, *[0.0] * unused], "<f4"), (places, 1))
+    return TeacherTop(len(scores) + unused, k, ids.tobytes(), logprobs.tobytes(), of_places.tobytes())

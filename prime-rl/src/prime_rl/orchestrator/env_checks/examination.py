@@ -88,7 +88,7 @@ class Room:
 def config_warnings(config: OrchestratorConfig, room: Room) -> list[str]:
     """One line for each setting with which a run goes on, but not as intended."""
     lines = list(room.warnings)
-    if config.compares_single_rollouts and config.teacher_model is None and not config.bench:
+    if config.compares_single_rollouts and not config.all_teachers and not config.bench:
         lines.append(
             "orchestrator.rollouts_per_example is 1: a group has only one rollout, so all "
             "advantages are 0 and nothing is learned; set 2 or more, or another orchestrator.advantage"

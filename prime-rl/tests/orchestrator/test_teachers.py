@@ -1,0 +1,136 @@
+"""Several teachers of a run: their weights, the environments that each scores, and hints that only a teacher reads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_rl.configs.orchestrator import TeacherModelConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.orchestrator.batches.teacher import Teachers, filled_hint
+from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.utils.pydantic_config import ConfigError, load_config
+
+
+class ScoringServer(BaseHTTPRequestHandler):
+    """Gives token t at place p the log-probability -scale * p, and the token after it half of that."""
+
+    scale = 1.0
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.answer({"tokens": [7, *map(ord, body["messages"][-1]["content"])]})
+            return
+        found: list[dict[str, Any] | None] = [None]
+        for place, token in enumerate(body["prompt"][1:], start=1):
+            at = -self.scale * place
+            found.append({str(token): {"logprob": at}, str(token + 1): {"logprob": at / 2}})
+        self.answer({"choices": [{"prompt_logprobs": found}]})
+
+    def answer(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the test's output clean."""
+
+
+class OtherServer(ScoringServer):
+    scale = 3.0
+
+
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), each) for each in (ScoringServer, OtherServer)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield [f"http://127.0.0.1:{server.server_port}/v1" for server in servers]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def teacher_at(url: str, **keys: Any) -> TeacherModelConfig:
+    client = {"base_url": [url], "skip_model_check": True}
+    return TeacherModelConfig.model_validate({"client": client, "model": {"name": "letters"}, "top_k": 1, **keys})
+
+
+async def test_scores_are_mixed_by_weight_and_a_hint_is_read_by_its_teacher_only(urls, turn, rollout) -> None:
+    given = rollout(turn([1, 2, 3], [10, 20]))
+    given.prompt = [{"role": "user", "content": "ab"}]
+    configs = [
+        teacher_at(urls[0], weight=3.0),
+        teacher_at(urls[1], envs=[given.example.env], hint="Say {answer}."),
+        teacher_at(urls[1], envs=["elsewhere"]),
+    ]
+    teachers = Teachers(configs, lambda example: {"answer": "yes"})
+    await teachers.wait_ready(None)
+    ((sample,),) = await teachers.begin([given])
+    # "ab", two line ends, "Say yes." and the token before them: 13 tokens in place of the prompt's 3.
+    alone, hinted = [-3.0, -4.0], [-3.0 * 13, -3.0 * 14]
+    mixed = [0.75 * a + 0.25 * b for a, b in zip(alone, hinted, strict=True)]
+    assert sample.teacher_logprobs[3:] == pytest.approx(mixed)
+    top = sample.teacher_top
+    assert np.frombuffer(top.ids, "<i4").reshape(2, 2).tolist() == [[11, 11], [21, 21]]
+    values = np.frombuffer(top.logprobs, "<f4").reshape(2, 2).tolist()
+    assert values == [[each / 2 for each in pair] for pair in zip(alone, hinted, strict=True)]
+    assert np.frombuffer(top.weights, "<f4").tolist() == [0.75, 0.25] * 2
+    with pytest.raises(OrchestratorError, match=r"names the column 'key', and rows of environment 'e' have answer"):
+        filled_hint("{key}", {"answer": 1}, "e")
+    given.prompt = "ab"
+    with pytest.raises(OrchestratorError, match=r"needs a prompt with a user's message"):
+        await teachers.begin([given])
+    await teachers.close()
+
+
+OUTSIDE = ["--orchestrator.teacher-model.client.base-url", "http://teacher:8000/v1", "--trainer.loss.teacher-tau", "1"]
+POLICY = ["--orchestrator.teacher-model.is-policy", "--trainer.loss.teacher-tau", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--trainer.distillation.beta", "1"], r"\[trainer.distillation\] needs a teacher"),
+        ([*OUTSIDE, "--trainer.distillation.beta", "1.5"], "beta"),
+        ([*OUTSIDE, "--trainer.distillation.top-k", "2000"], "top-k"),
+        ([*OUTSIDE, "--orchestrator.teacher-model.top-k", "5"], "has no effect without"),
+        ([*OUTSIDE, "--orchestrator.teacher-model.envs", "maths"], "'maths' is none of the training environments"),
+        (POLICY, "without a hint, the policy has nothing to teach itself"),
+        (
+            [*POLICY, "--orchestrator.teacher-model.hint", "{answer}", "--trainer.model.lora.rank", "8"],
+            "cannot be its own teach",
+        ),
+        (
+            [*POLICY, "--orchestrator.teacher-model.hint", "{answer}", "--teacher-inference.model.name", "x/y"],
+            "exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_teach_is_refused(words: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        load_config(RLConfig, overrides=["--device", "cpu", *words])
+
+
+def test_all_teachers_return_as_many_tokens() -> None:
+    words = [
+        "--trainer.distillation.top-k",
+        "7",
+        *OUTSIDE[:2],
+        "--orchestrator.teachers.0.client.base-url",
+        "http://b/v1",
+    ]
+    config = load_config(RLConfig, overrides=["--device", "cpu", *words])
+    assert [each.top_k for each in config.orchestrator.all_teachers.values()] == [7, 7]
