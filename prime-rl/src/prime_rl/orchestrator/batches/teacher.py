@@ -93,22 +93,20 @@ class Teacher:
         Raises:
             OrchestratorError: the prompt is no conversation, or its server does not render it.
         """
-        messages = rollout.prompt
-        place = _last_of_user(messages)
+        messages = _plain(rollout.prompt)
+        place = next((at for at in reversed(range(len(messages))) if messages[at].get("role") == "user"), None)
         if place is None:
             raise OrchestratorError(
                 f"the hint of the teacher {self.model} needs a prompt with a user's message, and environment "
                 f"{rollout.example.env!r}, row {rollout.example.row}, has none"
             )
-        said = {**messages[place]}
+        said = messages[place]
         if isinstance(said["content"], list):
             said["content"] = [*said["content"], {"type": "text", "text": f"\n\n{hint}"}]
         else:
             said["content"] = f"{said['content']}\n\n{hint}"
-        changed = [dict(each) for each in messages]
-        changed[place] = said
         channel = next(self._turns)
-        body = {"model": self.model, "messages": changed, **rollout.rendering, "add_generation_prompt": True}
+        body = {"model": self.model, "messages": messages, **rollout.rendering, "add_generation_prompt": True}
         try:
             return await channel.tokenize(body)
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
@@ -299,12 +297,11 @@ def filled_hint(hint: str, row: Mapping[str, Any], env: str) -> str:
     return _COLUMN.sub(column, hint)
 
 
-def _last_of_user(messages: Any) -> int | None:
-    """Index of the last message of the user. None if there is none."""
-    if not isinstance(messages, list):
-        return None
-    places = [at for at, each in enumerate(messages) if isinstance(each, Mapping) and each.get("role") == "user"]
-    return places[-1] if places else None
+def _plain(prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a prompt, which verifiers may give as models of Pydantic. Empty for a text."""
+    if not isinstance(prompt, list):
+        return []
+    return [dict(each) if isinstance(each, Mapping) else each.model_dump(exclude_none=True) for each in prompt]
 
 
 LEAST_LOGPROB = -1e4
