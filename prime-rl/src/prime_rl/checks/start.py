@@ -162,8 +162,23 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
     yield from data_faults(config, start)
+    yield from _reference_faults(config, start)
     if config.eval is not None:
         yield from _evaluation_faults(config, start, judges_model=not untrained)
+
+
+def _reference_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
+    """Faults of another model as the reference of preferences."""
+    from prime_rl.checks.model_files import other_token
+    from prime_rl.configs.dpo import DPOConfig
+
+    if not isinstance(config, DPOConfig) or (name := config.reference.name) is None:
+        return
+    faults = list(_named_faults("reference.name", name, start))
+    yield from faults
+    ours = config.tokenizer.name or config.model.name
+    if not faults and (token := other_token(ours, name, start)):
+        yield f"reference.name = {name}: its tokenizer differs from that of {ours}, first in token {token}"
 
 
 def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool) -> Iterator[str]:

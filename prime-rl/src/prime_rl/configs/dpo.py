@@ -103,6 +103,15 @@ class PreferenceLossConfig(BaseConfig):
             yield "desirable_weight and undesirable_weight are both 0: there is no loss"
 
 
+class FrozenReferenceConfig(BaseConfig):
+    """The reference of losses that compare with one."""
+
+    name: str | None = None
+    """Another model as the reference: a folder or a hub id with the same tokenizer. It is loaded before the trained
+    model, computes its log-probabilities of all answers, and is freed. None takes the model that the run starts
+    from."""
+
+
 class PreferenceConfig(SFTConfig):
     """Training on answers of which some are better."""
 
@@ -140,6 +149,9 @@ class DPOConfig(PreferenceConfig):
     loss: PreferenceLossConfig = PreferenceLossConfig()  # type: ignore[assignment]  # in place of SFT's
     """The loss of a pair, or of an answer with a label."""
 
+    reference: FrozenReferenceConfig = FrozenReferenceConfig()
+    """The reference. Its log-probabilities are computed once, before the first step."""
+
     def _hold(self, data: SFTDataConfig) -> None:
         if self.loss.is_unpaired:
             data.hold_labels(mismatched=self.loss.type == "kto")
@@ -148,13 +160,15 @@ class DPOConfig(PreferenceConfig):
 
     def _preference_faults(self) -> Iterator[str]:
         yield from super()._preference_faults()
+        if self.reference.name is not None and not self.loss.needs_reference:
+            yield f"reference.name is set, and loss.type = {self.loss.type!r} has no reference: remove it"
         data = self.data
         if isinstance(data, SFTDataConfig) and data.streaming and self.loss.needs_reference:
             without = ", ".join(WITHOUT_REFERENCE)
             yield (
                 f"data.streaming = true does not tell all rows at the start, and loss.type = {self.loss.type!r} needs "
-                f"the starting model's log-probabilities of each: set it to false, or loss.type to {without}"
+                f"the reference's log-probabilities of each: set it to false, or loss.type to {without}"
             )
 
 
-__all__ = ["DPOConfig", "PreferenceConfig", "PreferenceLossConfig"]
+__all__ = ["DPOConfig", "FrozenReferenceConfig", "PreferenceConfig", "PreferenceLossConfig"]

@@ -12,7 +12,8 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
-from prime_rl.trainer.preferences.objective import Preferences, Unpaired, reference_logprobs
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired
+from prime_rl.trainer.preferences.reference import reference_logprobs
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import destroy_world, setup_world

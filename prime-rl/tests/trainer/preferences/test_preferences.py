@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,18 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from prime_rl.configs.dpo import DPOConfig, PreferenceLossConfig
+from prime_rl.configs.dpo import DPOConfig, FrozenReferenceConfig, PreferenceLossConfig
 from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs
-from prime_rl.trainer.preferences.objective import Preferences, Unpaired, reference_logprobs
-from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired
+from prime_rl.trainer.preferences.reference import Parts, Reference, reference_logprobs
+from prime_rl.trainer.process.errors import DataError, ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.sft.data.examination import Examination, examine, label_worries, worries
 from prime_rl.trainer.sft.data.packer import PackedRow, setup_rows
@@ -310,6 +312,68 @@ def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Pa
         assert [pair.key for pair in mine.pairs] == [pair.key for pair in theirs.pairs]
 
 
+# The reference.
+
+
+def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_model_dir, moved)
+    weights = {key: value * 1.5 for key, value in load_file(moved / "model.safetensors").items()}
+    save_file(weights, moved / "model.safetensors", {"format": "pt"})
+    file = written(tmp_path / "rows.jsonl", made_up(1100))
+
+    def reference(name: str | None) -> Reference:
+        config = DPOConfig(
+            model={"name": str(tiny_model_dir), "attn": "sdpa"}, data={"name": str(file), "seq_len": 32}, device="cpu"
+        )
+        config = config.model_copy(update={"reference": FrozenReferenceConfig(name=name)})
+        assert isinstance(config.data, SFTDataConfig)
+        stream = DatasetStream(config.data, tokenizer, mesh.data_axis)
+        return Reference(config, [(Preferences(config.loss), stream)], tokenizer, mesh, RunPaths(tmp_path / "run"))
+
+    def logprobs(of: Reference) -> Tensor:
+        ((objective, _),) = of.compared
+        assert objective.reference is not None
+        return objective.reference
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    kept = RunPaths(tmp_path / "run").reference("data")
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
+    # Stopped in the second window: the first is kept, and the next start goes on behind it.
+    stopped = reference(None)
+    ((_, stream),) = stopped.compared
+    parts = Parts(kept, {"of": "these"}, mesh, save_every_s=0)
+    kept.parent.mkdir(parents=True)
+    whole = reference_logprobs(model, stream, mesh, parts)
+    done, before = Parts(kept, {"of": "these"}, mesh).read(torch.zeros_like(whole))
+    assert done == 1
+    assert 0 < int((before == 0).all(1).sum()) < 100
+    assert torch.equal(reference_logprobs(model, stream, mesh, parts), whole)
+    assert Parts(kept, {"of": "others"}, mesh).read(torch.zeros_like(whole))[0] == 0
+    parts.file.unlink()
+    # A start after a failure reads what is complete, if data and weights are the same.
+    first = reference(None)
+    first.find(is_resumed=False)
+    first.compute_rest(model)
+    assert torch.equal(logprobs(first), whole)
+    assert [each.name for each in kept.parent.iterdir()] == [kept.name]
+    again = reference(None)
+    again.find(is_resumed=False)
+    assert torch.equal(logprobs(again), whole)
+    # Another reference is loaded and freed before the trained model.
+    other = reference(str(moved))
+    other.find(is_resumed=True)
+    assert not torch.allclose(logprobs(other), whole, atol=0.1)
+    other_tokens = tmp_path / "other"
+    shutil.copytree(moved, other_tokens)
+    text = (other_tokens / "tokenizer.json").read_text(encoding="utf-8")
+    (other_tokens / "tokenizer.json").write_text(text.replace('"a"', '"é"', 1), encoding="utf-8")
+    with pytest.raises(ModelError, match="its tokenizer has another id for"):
+        reference(str(other_tokens)).find(is_resumed=False)
+
+
 # Configs and runs.
 
 
@@ -323,7 +387,8 @@ def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Pa
         (["--loss.desirable-weight=2"], "desirable_weight (2) needs type kto"),
         (["--data.pack-function=cat"], "an answer is compared as a whole"),
         (["--data.overlong=split"], "data.overlong = 'split' divides an answer"),
-        (["--data.streaming"], "needs the starting model's log-probabilities"),
+        (["--data.streaming"], "needs the reference's log-probabilities"),
+        (["--loss.type=simpo", "--reference.name=x"], "'simpo' has no reference"),
     ],
     ids=lambda each: str(each)[:30],
 )

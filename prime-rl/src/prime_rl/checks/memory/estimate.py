@@ -290,12 +290,25 @@ def estimate_sft(
         engines += _frozen(frozen_judges(config.eval.judge, config.device), frozen, gpu, device)
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
-    return Estimate(
-        [_trainer(training, room, config.ckpt), *engines],
-        gpu,
-        device,
-        forecast_disk(config, config.output_dir, _size(shape)),
-    )
+    trainer = _trainer(training, room, config.ckpt)
+    trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config)])
+    return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
+
+
+def _reference_notes(config: SFTConfig) -> list[str]:
+    """What the reference of preferences costs. It is computed with the memory of validation, which training exceeds."""
+    from prime_rl.configs.dpo import DPOConfig
+
+    if not isinstance(config, DPOConfig) or not config.loss.needs_reference:
+        return []
+    other = config.reference.name
+    model, loaded = ("the starting model", "") if other is None else (other, "; it is loaded before the trained model")
+    # Forward and backward take three times as long as forward alone.
+    size = "16 bytes per row" if config.loss.is_unpaired else "8 bytes per pair"
+    return [
+        f"reference: one forward pass of {model} over the data before the first step, about a third of the time of an "
+        f"epoch; then {size} in host memory and no second model{loaded}"
+    ]
 
 
 def estimate_rl(

@@ -441,7 +441,7 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     _moved("dpo.loss_type", "dpo.loss.type"),
     _moved("dpo.cpo_alpha", "dpo.loss.rpo_alpha"),
     _removed("dpo.precompute_ref_log_probs", "remove it: they are always computed once, before the first step"),
-    _removed("dpo.ref_model", "the reference is the model that the run starts from"),
+    _moved("dpo.ref_model", "dpo.reference.name"),
 )
 """Names of TRL, axolotl and Transformers' Trainer, at the top of a config."""
 

@@ -229,6 +229,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ),
     # Preferences.
     _rule("applied", "", "dpo.loss", "rm.loss"),
+    _rule("applied", "the log-probabilities are computed again under another reference", "dpo.reference"),
     # A whole RL run.
     _rule("attempt", "its values are in the components' sections, which are compared", "rl"),
 )

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,18 +14,14 @@ from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.scoring import LogitsOf, score_tokens, target_logprobs
 from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs, kto, rewards
-from prime_rl.trainer.process.errors import CheckpointError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.rows import Sequences
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
-from prime_rl.trainer.sft.data.pairs import Labelled, Pair
-from prime_rl.trainer.sft.data.samples import DatasetStream, Sample
+from prime_rl.trainer.sft.data.pairs import Labelled
+from prime_rl.trainer.sft.data.samples import Sample
 from prime_rl.trainer.sft.step import RowSums
 from prime_rl.trainer.sft.validation import evaluating, packed
 from prime_rl.transport.weights import to_device
-from prime_rl.utils.errors import one_line
-from prime_rl.utils.files import replacing_file
-from prime_rl.utils.logger import count_of, get_logger
 
 
 class Preferences:
@@ -106,7 +96,7 @@ class Unpaired:
             # Packed anew, and run without gradient: an answer of another row may be longer than the row's own.
             mismatched = [each.mismatched for each in answers if each.mismatched is not None]
             with evaluating(model):
-                for _, logprobs in _scored(model, mismatched, self.data, mesh, self.data.row_tokens):
+                for _, logprobs in scored(model, mismatched, self.data, mesh, self.data.row_tokens):
                     total += float(logprobs.double().sum())
             total -= float(self._references(answers)[:, 1].double().sum())
         good = sum(each.is_desirable for each in answers)
@@ -155,7 +145,7 @@ def sequence_logprobs(model: PreTrainedModel, row: PackedRow, device: torch.devi
     return sums_S, sequences.lengths_S
 
 
-def _scored(
+def scored(
     model: PreTrainedModel, samples: Sequence[Sample], data: SFTDataConfig, mesh: Mesh, row_tokens: int
 ) -> Iterator[tuple[PackedRow, Tensor]]:
     """Pack samples into rows, and give for each row the log-probabilities [S] of its sequences. A collective call: each
@@ -166,81 +156,3 @@ def _scored(
     for row in (*rows, *[lay_out([], row_tokens, data.seq_len)] * (max(counts) - len(rows))):
         own_beats().tick()
         yield row, sequence_logprobs(model, row, mesh.process.device)[0]
-
-
-# The reference: log-probabilities of every answer under the model that the run starts from. They are computed once,
-# so that no second model is held. A new adapter changes nothing, so with LoRA this is the model without its adapter.
-
-_WINDOW = 1024
-"""Rows of data that are tokenized and packed at once. More would fill rows better and hold more tokens in memory."""
-
-
-def reference_logprobs(model: PreTrainedModel, stream: DatasetStream, mesh: Mesh) -> Tensor:
-    """Log-probabilities of chosen and rejected answer [rows, 2] of each of the dataset's rows, or of each answer and
-    its mismatched one [2 * rows, 2]; 0 for rows that are not trained on. A collective call."""
-    axis, device = mesh.data_axis, mesh.process.device
-    found = torch.zeros(stream.row_count * (1 if stream.config.holds_pairs else 2), 2)
-    own = stream.own_share()
-    # Room for both sequences, which share the computation of their prompt.
-    row_tokens = 2 * stream.config.seq_len * stream.config.micro_batch_size
-    with evaluating(model):
-        # Every data rank takes as many windows, and as many rows of each: sharded weights are gathered together.
-        for _ in range(0, -(-stream.row_count // axis.data_size), _WINDOW):
-            samples = [sample for made in islice(own, _WINDOW) for sample in made.samples]
-            compared = [_both_of(sample) for sample in samples]
-            for row, logprobs in _scored(model, compared, stream.config, mesh, row_tokens):
-                found[[pair.key for pair in row.pairs]] = logprobs.float().cpu().view(-1, 2)
-    if axis.data_size > 1:
-        on_device = found.to(device)
-        dist.all_reduce(on_device, group=axis.group)
-        found = on_device.cpu()
-    return found
-
-
-def _both_of(sample: Sample) -> Pair:
-    """The two sequences of a sample whose log-probabilities are kept. Without a mismatched one, the same twice: shared
-    prefixes are computed once."""
-    if isinstance(sample, Labelled):
-        return Pair(sample.sequence, sample.mismatched or sample.sequence, sample.key)
-    assert isinstance(sample, Pair), "rows of preferences"
-    return sample
-
-
-def kept_reference(
-    model: PreTrainedModel, stream: DatasetStream, mesh: Mesh, file: Path | None, fingerprint: str, *, is_resumed: bool
-) -> Tensor:
-    """`reference_logprobs`, which a run with checkpoints keeps in `file`. A collective call, before a checkpoint is
-    loaded: until then, `model` is the one that the run starts from.
-
-    A resumed run reads the file, if it is for the same data: weights at `model.name` may have changed meanwhile.
-
-    Raises:
-        CheckpointError: the file is damaged, or cannot be written.
-    """
-    process, section = mesh.process, stream.config.section
-    if is_resumed and file is not None and file.is_file():
-        try:
-            with safe_open(file, "pt") as saved:
-                if (saved.metadata() or {}).get("fingerprint") == fingerprint:
-                    logprobs: Tensor = saved.get_tensor("logprobs")
-                    return logprobs
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{file} is damaged ({one_line(error)}): restore it, or remove it and the resumed run computes these "
-                "log-probabilities again with the weights at model.name"
-            ) from error
-    own_beats().say(f"log-probabilities of {section} under the starting model")
-    started_s = time.perf_counter()
-    logprobs = reference_logprobs(model, stream, mesh)
-    if process.is_main:
-        get_logger().info(
-            f"Reference: log-probabilities of {count_of('pair', stream.row_count)} of {section} under the starting "
-            f"model, computed once in {time.perf_counter() - started_s:.1f}s"
-        )
-        if file is not None:
-            try:
-                with replacing_file(file) as scratch:
-                    save_file({"logprobs": logprobs}, scratch, {"fingerprint": fingerprint})
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be written: {one_line(error)}") from error
-    return logprobs

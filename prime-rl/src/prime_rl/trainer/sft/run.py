@@ -27,7 +27,8 @@ from prime_rl.trainer.model.tokenizer import embeddings_needed, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
-from prime_rl.trainer.preferences.objective import Preferences, Unpaired, kept_reference
+from prime_rl.trainer.preferences.objective import Preferences, Unpaired
+from prime_rl.trainer.preferences.reference import Reference
 from prime_rl.trainer.preferences.reward_model import Ranking
 from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
@@ -154,6 +155,19 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             get_logger().warning(TRAINED_VALIDATION)
         of_val = config.val.data.model_copy(update={"template_date": today})
         validation = Validation(of_val, tokenizer, mesh, of_validation)
+    reference = None
+    of_val_rows = None if validation is None else DatasetStream(validation.config, tokenizer, data_axis)
+    compared = [
+        (each, stream)
+        for each, stream in ((objective, rows.stream), (of_validation, of_val_rows))
+        if isinstance(each, Preferences | Unpaired) and isinstance(stream, DatasetStream)
+    ]
+    if isinstance(config, DPOConfig) and config.loss.needs_reference:
+        # Before a checkpoint is loaded, because the reference is the model that the run starts from; and another one is
+        # freed before the trained model is loaded.
+        kept_in = None if checkpoints is None else paths
+        reference = Reference(config, compared, tokenizer, mesh, kept_in)
+        reference.find(is_resumed=resume_step is not None)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     needed = embeddings_needed(tokenizer)
     embeddings = needed if config.tokenizer.add_tokens else 0
@@ -173,20 +187,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         pad_with(model, tokenizer)
     else:
         stop_at(model, end_ids, tokenizer)
-    # Before a checkpoint is loaded: the reference is the model that the run starts from.
-    for each, stream in (
-        (objective, rows.stream),
-        (of_validation, None if validation is None else DatasetStream(validation.config, tokenizer, data_axis)),
-    ):
-        if (
-            isinstance(each, Preferences | Unpaired)
-            and each.config.needs_reference
-            and isinstance(stream, DatasetStream)
-        ):
-            file = paths.reference(stream.config.section) if checkpoints is not None else None
-            made_for = "" if file is None else str(fingerprint_of(stream.config, tokenizer).as_dict())
-            is_resumed = resume_step is not None
-            each.reference = kept_reference(model, stream, mesh, file, made_for, is_resumed=is_resumed)
+    if reference is not None:
+        reference.compute_rest(model)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
