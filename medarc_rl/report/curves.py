@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
 
@@ -108,7 +108,21 @@ RL_CURVES = (
     RATE,
     GRADIENT,
 )
-SFT_CURVES = (LOSS, VALIDATION, RATE, GRADIENT)
+ACCURACY = Curve("rewards/accuracies", TRAIN, "Pairs whose chosen answer has the higher reward", "%", scale=100)
+MARGIN = Curve("rewards/margins", TRAIN, "Margin of the rewards, chosen minus rejected")
+VALIDATION_ACCURACY = Curve("val/rewards/accuracies", TRAIN, f"Validation: {ACCURACY.title.lower()}", "%", scale=100)
+VALIDATION_MARGIN = Curve("val/rewards/margins", TRAIN, f"Validation: {MARGIN.title.lower()}")
+KL = Curve("kl", TRAIN, "KL from the reference, as KTO estimates it", "nats")
+RANKING_CURVES = (
+    replace(ACCURACY, metric="accuracy"),
+    replace(MARGIN, metric="margin"),
+    replace(VALIDATION_ACCURACY, metric="val/accuracy"),
+    replace(VALIDATION_MARGIN, metric="val/margin"),
+)
+"""The same of reward models."""
+PREFERENCE_CURVES = (ACCURACY, MARGIN, VALIDATION_ACCURACY, VALIDATION_MARGIN, KL, *RANKING_CURVES)
+"""A run of SFT has none of these metrics, and so none of the charts."""
+SFT_CURVES = (LOSS, VALIDATION, *PREFERENCE_CURVES, RATE, GRADIENT)
 SPEED_CURVES = (
     Curve("perf/throughput", TRAIN, "Throughput of the trainer", "tokens/s"),
     # Not `perf/throughput`, which only counts the time that a step waits for its batch.
@@ -124,9 +138,14 @@ def curves_of(kind: str) -> tuple[Curve, ...]:
 
 def training_charts(groups: Sequence[Group], kind: str) -> list[Chart]:
     """Reward, loss and the rest over steps."""
-    charts = [chart for curve in curves_of(kind) for chart in curve_chart(groups, curve)]
-    parts = part_charts(groups)
-    return [*charts[:1], *parts, *charts[1:]] if kind == "rl" else charts
+    runs = [run for group in groups for run in group.runs]
+    is_compared = any({MARGIN.metric, "margin"} & set(run.metrics.names(run.trainer)) for run in runs)
+    # The loss of preferences is that of a pair or an answer, not of a token.
+    curves = [replace(each, unit="") if is_compared and each.unit == LOSS.unit else each for each in curves_of(kind)]
+    charts = [chart for curve in curves for chart in curve_chart(groups, curve)]
+    if kind != "rl":
+        return [*charts, *answer_charts(groups)]
+    return [*charts[:1], *part_charts(groups), *charts[1:]]
 
 
 def curve_chart(groups: Sequence[Group], curve: Curve) -> list[Chart]:
@@ -174,6 +193,31 @@ def part_charts(groups: Sequence[Group]) -> list[Chart]:
         return chart_of("reward-parts", "Reward functions", lines, unit="mean, without weights")
     curves = [Curve(name, ORCHESTRATOR, f"Reward function {name.removeprefix('reward_parts/')}") for name in names]
     return [chart for curve in curves for chart in curve_chart(groups, curve)]
+
+
+def answer_charts(groups: Sequence[Group]) -> list[Chart]:
+    """Rewards and log-probabilities of the chosen and the rejected answers of preferences.
+
+    A single run has both in one chart, because their distance is what is trained.
+    """
+    charts: list[Chart] = []
+    for part, name, unit in (("rewards", "Reward", ""), ("logps", "Log-probability", "nats, summed over tokens")):
+        for prefix, title in (("", name), ("val/", f"Validation: {name.lower()}")):
+            curves = [
+                Curve(f"{prefix}{part}/{side}", TRAIN, f"{title} of the {side} answers", unit)
+                for side in ("chosen", "rejected")
+            ]
+            if len(groups) == 1 and len(groups[0].runs) == 1:
+                run = groups[0].runs[0]
+                lines = [
+                    Line(side, curve.read(run), color=color)
+                    for color, (side, curve) in enumerate(zip(("chosen", "rejected"), curves, strict=True))
+                ]
+                key, both = f"{prefix.replace('/', '-')}answers-{part}", "chosen and rejected answers"
+                charts += chart_of(key, f"{title} of the {both}", lines, unit=unit)
+            else:
+                charts += [chart for curve in curves for chart in curve_chart(groups, curve)]
+    return charts
 
 
 def evaluation_charts(groups: Sequence[Group]) -> list[Chart]:
@@ -269,7 +313,10 @@ _ROW_COUNTS = {
 def finals_table(groups: Sequence[Group], kind: str) -> Table | None:
     """Means at the end of the runs with standard errors: over runs if a label has several, otherwise over steps."""
     rows = []
-    for curve in {"rl": (REWARD, ENTROPY, MISMATCH, LENGTH, TRUNCATED), "sft": (LOSS, VALIDATION)}.get(kind, ()):
+    for curve in {
+        "rl": (REWARD, ENTROPY, MISMATCH, LENGTH, TRUNCATED),
+        "sft": (LOSS, VALIDATION, ACCURACY, MARGIN),
+    }.get(kind, ()):
         title = f"{curve.title}, {curve.unit}" if curve.unit else curve.title
         rows.append((title, *(_final_cell(group, curve.read) for group in groups)))
     for name in dict.fromkeys(name for group in groups for run in group.runs for name in evaluation_names(run)):

@@ -19,11 +19,13 @@ from medarc_rl.explain.sources import NAME as ORIGINS
 from medarc_rl.explain.sources import Source
 from medarc_rl.report.charts import Chart, Group, Line, Section, Series, Table, chart_of, short, without_start
 from medarc_rl.report.curves import (
+    ACCURACY,
     LOSS,
     MEMORY,
     REWARD,
     SPEED_CURVES,
     VALIDATION,
+    VALIDATION_ACCURACY,
     curve_chart,
     evaluation_names,
     evaluation_series,
@@ -59,6 +61,7 @@ def tiles(run: RunHistory, spending: Sequence[Spending], price: float | None) ->
     elif run.kind == "sft":
         found += _change("Loss", run, LOSS.read(run))
         found += _ends("Validation loss", VALIDATION.read(run))
+        found += _ends("Pairs in order", VALIDATION_ACCURACY.read(run) or ACCURACY.read(run))
     else:
         found += _scores(run)
     seconds = sum(each.seconds for each in spending)

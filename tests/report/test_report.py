@@ -343,3 +343,25 @@ def test_long_lines_are_thinned_to_means_and_the_page_says_so() -> None:
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert short(value) == text
+
+
+def test_a_run_of_preferences_shows_margins_and_both_answers(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", kind="sft")
+    records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    for step, record in enumerate(records):
+        of_step = {"rewards/chosen": 0.1 * step, "rewards/rejected": -0.1 * step, "rewards/margins": 0.2 * step}
+        record |= {**of_step, "rewards/accuracies": 0.5 + 0.04 * step, "logps/chosen": -9.0, "logps/rejected": -12.0}
+        record |= {f"val/{name}": value for name, value in of_step.items()} if step % 4 == 0 else {}
+    paths.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert report(paths.root).exit_code == 0
+    charts = {chart["title"]: chart for chart in Reader(page_of(paths.root)).charts.values()}
+    for title in ("Reward of the chosen and rejected answers", "Log-probability of the chosen and rejected answers"):
+        assert [line["title"] for line in charts[title]["lines"]] == ["chosen", "rejected"]
+    for title in (
+        "Pairs whose chosen answer has the higher reward",
+        "Margin of the rewards, chosen minus rejected",
+        "Validation: reward of the chosen and rejected answers",
+        "Validation: margin of the rewards, chosen minus rejected",
+    ):
+        assert title in charts
+    assert charts["Loss"]["unit"] == ""
