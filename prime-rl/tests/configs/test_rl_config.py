@@ -134,7 +134,7 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ),
         ("deployment.num-infer-gpus=0", "deployment.num_infer_gpus is 0: give [inference] a GPU"),
         ("deployment.num-infer-gpus=3 inference.parallel.tp=2", "inference: 3 GPUs / parallel.tp 2 = 1.5 copies"),
-        ("deployment.num-train-gpus=3 trainer.model.cp=2", "trainer: 3 GPUs / (model.cp 2 * model.tp 1) = 1.5"),
+        ("deployment.num-train-gpus=3 trainer.model.cp=2", "model.cp = 2 does not divide the 3 trainer processes"),
         (
             "deployment.num-train-gpus=5 deployment.num-infer-gpus=4",
             "5 train + 4 infer = 9 GPUs, but gpus_per_node is 8",

@@ -52,6 +52,12 @@ def main(model_dir: str, results: Path) -> None:
         model = setup_model(config, mesh)
         found["sft shared rows"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
         found["rl shared rows"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
+        for name, settings in {"": {}, " recomputed": {"ac": {"freq": 1}}}.items():
+            config = ModelConfig(name=model_dir, attn="sdpa", cp=2, **settings)
+            mesh = setup_mesh(config, process)
+            model = setup_model(config, mesh)
+            found[f"sft divided rows{name}"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
+            found[f"rl divided rows{name}"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
     for name, optim, settings in (
         ("adamw", AdamWConfig(lr=1e-2), {}),
         ("sgd", SGDConfig(lr=1e-2), {}),
@@ -68,9 +74,8 @@ def main(model_dir: str, results: Path) -> None:
 
 def sharing_mesh(process: Process) -> Mesh:
     """Two processes shard the weights, and share rows as tensor parallel ones will."""
-    axes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    return Mesh(process, fsdp, DataAxis.from_mesh(axes))
+    return Mesh(process, fsdp, DataAxis.from_ranks(torch.arange(2)[None], ("dp_shard", "tp"), process.rank))
 
 
 def sft_rows(packing: str, mesh: Mesh) -> list[PackedRow]:

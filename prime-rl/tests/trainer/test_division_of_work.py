@@ -38,6 +38,8 @@ def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         pytest.param(2, "packed 2", id="two replicas of four rows"),
         pytest.param(2, "unpacked 1", id="two processes of eight unpacked samples"),
         pytest.param(2, "shared rows", id="two processes that both compute all eight rows"),
+        pytest.param(2, "divided rows", id="two processes that divide the tokens of each row"),
+        pytest.param(2, "divided rows recomputed", id="two processes that divide tokens and compute them again"),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(

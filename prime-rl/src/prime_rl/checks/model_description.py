@@ -182,6 +182,13 @@ class ModelDescription:
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
         return None
 
+    def context_fault(self, cp: int) -> str | None:
+        """Why `cp` processes cannot divide the tokens of this model's rows; None if nothing in its config says so."""
+        heads = self.setting("num_attention_heads")
+        if cp == 1 or not isinstance(heads, int) or heads % cp == 0:
+            return None
+        return f"model.cp = {cp} does not divide the {heads} attention heads of {self.class_name}"
+
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""
         if fault := quantization_fault(self.setting("quantization_config")):

@@ -26,8 +26,10 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     if fault := model_fault(model.name, start, needs_weights=False):
         return fault
     description = describe(model.name, start)
-    if description is not None and (fault := description.training_fault(model.seq_len, model.trust_remote_code)):
-        return fault
+    if description is not None:
+        fault = description.training_fault(model.seq_len, model.trust_remote_code)
+        if fault := fault or description.context_fault(model.cp):
+            return fault
     return None if model.debug.random_init else model_fault(model.name, start)
 
 

@@ -386,10 +386,10 @@ def sft_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
         raise ValueError(f"{mode.of_role('inference')[0].text}: SFT starts no inference server: leave it out")
     trainer = _only(mode, "training")
     raise_faults(_trainer_faults(trainer))
-    gpus = trainer.sizes.gpus
+    gpus, keys = trainer.sizes.gpus, _context_keys("model", trainer)
     if gpus <= gpus_per_node:
-        return {"deployment.type": "single_node", "deployment.num_gpus": gpus}
-    return {"deployment.type": "multi_node", "deployment.num_nodes": _nodes(trainer, gpus_per_node)}
+        return {**keys, "deployment.type": "single_node", "deployment.num_gpus": gpus}
+    return {**keys, "deployment.type": "multi_node", "deployment.num_nodes": _nodes(trainer, gpus_per_node)}
 
 
 def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
@@ -402,9 +402,9 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     servers = _only(mode, "inference") if mode.of_role("inference") else None
     raise_faults([*_trainer_faults(trainer), *([] if servers is None else _server_faults(servers))])
     train, infer = trainer.sizes.gpus, 0 if servers is None else servers.sizes.gpus
-    keys: dict[str, Any] = {}
+    keys = _context_keys("trainer.model", trainer)
     if servers is not None:
-        keys = {"inference.parallel.tp": servers.sizes.tensor, "inference.parallel.dp": servers.sizes.data}
+        keys |= {"inference.parallel.tp": servers.sizes.tensor, "inference.parallel.dp": servers.sizes.data}
     if servers is not None and len(mode.components) == 1:
         return {**keys, **_shared_gpus(trainer, gpus_per_node)}
     if train + infer <= gpus_per_node:
@@ -421,6 +421,10 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     # A server on several nodes is started once on each.
     keys.pop("inference.parallel.dp")
     return {**keys, "deployment.type": "multi_node", **nodes}
+
+
+def _context_keys(model: str, trainer: Allocation) -> dict[str, Any]:
+    return {f"{model}.cp": trainer.sizes.context} if trainer.sizes.context > 1 else {}
 
 
 def _shared_gpus(trainer: Allocation, gpus_per_node: int) -> Keys:
@@ -458,7 +462,6 @@ def _trainer_faults(trainer: Allocation) -> Iterator[str]:
     missing = {
         "tensor parallelism (t)": sizes.tensor,
         "pipeline parallelism (p)": sizes.pipeline,
-        "context parallelism (c)": sizes.context,
         "expert parallelism (e)": max(sizes.expert, sizes.expert_tensor),
     }
     lacks = [what for what, size in missing.items() if size > 1]

@@ -1,5 +1,6 @@
 """The trained model and its tokenizer: `model` and `tokenizer` of the RL and the SFT trainer."""
 
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ class ModelConfig(BaseModelConfig):
     """Tensor-parallel size."""
 
     cp: Processes = 1
-    """Context-parallel size."""
+    """Context-parallel size: number of processes that divide the tokens of a packed row (Ulysses)."""
 
     impl: Literal["hf", "custom", "auto"] = "auto"
     """Model code: Transformers' (`hf`) or our own (`custom`). `auto` prefers our own, if there is any."""
@@ -222,13 +223,10 @@ class ModelConfig(BaseModelConfig):
         return self
 
     def _faults(self) -> Iterator[str]:
-        flash_attention = ("flash_attention_2", "flash_attention_3")
         if self.trust_remote_code and self.impl == "custom":
             yield "trust_remote_code runs the model's own code, and impl = 'custom' ours: remove one"
-        if self.cp > 1 and self.attn not in flash_attention:
-            yield f"cp ({self.cp}) needs attn = {' or '.join(flash_attention)} (got {self.attn!r})"
-        if self.cp > 1 and self.attn == "flash_attention_3" and self.impl != "custom":
-            yield f"cp ({self.cp}) with flash_attention_3 needs impl = 'custom' (got {self.impl!r})"
+        if self.cp > 1 and self.compile is not None:
+            yield f"cp ({self.cp}) with [compile]: collectives of a compiled block are not supported: remove one"
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":
@@ -243,11 +241,13 @@ def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
     return max(seq_len, SMALL_MODEL_ROW_TOKENS if is_small else CPU_ROW_TOKENS)
 
 
-def replication_fault(model: ModelConfig, processes: int) -> str | None:
-    """Why `processes` trainer processes cannot hold `model.dp_replicate` copies of the model."""
-    if processes % model.dp_replicate == 0:
+def division_fault(model: ModelConfig, processes: int) -> str | None:
+    """Why `processes` trainer processes cannot be divided as the model's config says."""
+    sizes = {"dp_replicate": model.dp_replicate, "cp": model.cp, "tp": model.tp}
+    used = {f"model.{name} = {size}": size for name, size in sizes.items() if size > 1}
+    if processes % math.prod(used.values()) == 0:
         return None
-    return f"model.dp_replicate = {model.dp_replicate} does not divide the {processes} trainer processes"
+    return f"{' x '.join(used)} does not divide the {processes} trainer processes"
 
 
 class TokenizerConfig(BaseConfig):

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidatorFunctionWrapHandler, WrapValid
 from prime_rl.configs.areal import LaunchedConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import replication_fault
+from prime_rl.configs.model import division_fault
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -253,10 +253,11 @@ def length_fault(data: BaseDataConfig, section: str = "data") -> str | None:
     )
 
 
-def batch_fault(data: BaseDataConfig, processes: int) -> str | None:
-    """Why `data.batch_size` rows cannot be shared out to `processes` trainer processes."""
-    is_whole = data.batch_size % (processes * data.micro_batch_size) == 0
-    product = f"{processes} processes x data.micro_batch_size = {data.micro_batch_size}"
+def batch_fault(data: BaseDataConfig, data_size: int, cp: int = 1) -> str | None:
+    """Why `data.batch_size` rows cannot be shared out to `data_size` processes, or groups of `cp` processes."""
+    is_whole = data.batch_size % (data_size * data.micro_batch_size) == 0
+    sharers = f"{data_size} processes" if cp == 1 else f"{data_size} groups of model.cp = {cp} processes"
+    product = f"{sharers} x data.micro_batch_size = {data.micro_batch_size}"
     return None if is_whole else f"data.batch_size = {data.batch_size} is not a multiple of {product}"
 
 
@@ -675,16 +676,10 @@ class SFTConfig(LaunchedConfig):
         return self
 
     def _sequence_faults(self) -> Iterator[str]:
-        data, cp = self.data, self.model.cp
+        data = self.data
         is_known = data.seq_len is not NOT_SET
         if is_known and "seq_len" in self.model.model_fields_set and self.model.seq_len != data.seq_len:
             yield f"model.seq_len ({self.model.seq_len}) and data.seq_len ({data.seq_len}) differ: set one"
-        if cp > 1 and data.pack_function != "cat":
-            yield f"model.cp ({cp}) needs data.pack_function = 'cat' (got {data.pack_function!r})"
-        if cp > 1 and is_known and data.seq_len % cp != 0:
-            yield f"data.seq_len ({data.seq_len}) is not a multiple of model.cp ({cp})"
-        if cp > 1 and data.micro_batch_size != 1:
-            yield f"model.cp ({cp}) needs data.micro_batch_size = 1 (got {data.micro_batch_size})"
         if data.pack_function == "stack" and is_known and data.seq_len % STACK_MULTIPLE != 0:
             yield f"data.pack_function = 'stack' needs a data.seq_len in steps of {STACK_MULTIPLE} (got {data.seq_len})"
 
@@ -729,7 +724,7 @@ class SFTConfig(LaunchedConfig):
         deployment = self.deployment
         if not isinstance(deployment, MultiNodeDeploymentConfig):
             processes = deployment.num_gpus
-            for fault in filter(None, (batch_fault(self.data, processes), replication_fault(self.model, processes))):
+            if fault := division_fault(self.model, processes) or self._batch_fault(processes):
                 yield f"{fault} (deployment.num_gpus = {processes})"
             return
         if self.slurm is None and self.launcher != "ray":
@@ -738,7 +733,11 @@ class SFTConfig(LaunchedConfig):
         if group is not None and deployment.num_nodes % group != 0:
             yield f"deployment.num_nodes ({deployment.num_nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
         if self.train_gpus_per_node > 0:
-            yield from filter(None, (batch_fault(self.data, deployment.num_nodes * self.train_gpus_per_node),))
+            processes = deployment.num_nodes * self.train_gpus_per_node
+            yield from filter(None, (division_fault(self.model, processes) or self._batch_fault(processes),))
+
+    def _batch_fault(self, processes: int) -> str | None:
+        return batch_fault(self.data, processes // self.model.cp, self.model.cp)
 
 
 def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:

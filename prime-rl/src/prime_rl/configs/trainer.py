@@ -268,6 +268,8 @@ def training_faults(config: Any) -> Iterator[str]:
             "which are no model on their own; remove it and use the exported weights, or continue the adapter with "
             "model.lora.path"
         )
+    if getattr(config, "distillation", None) is not None and config.model.cp > 1:
+        yield f"[distillation] compares whole rows, and model.cp ({config.model.cp}) divides them: remove one"
     yield from _step_faults(config)
     rate, min_rate = config.optim.lr, getattr(config.scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:

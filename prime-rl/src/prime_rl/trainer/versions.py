@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -26,6 +28,16 @@ def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
         return varlen_attn(*inputs, **options)
 
     return without_argument
+
+
+def gather_dim(states: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The states of all processes in `group`, one after another along `dim`. Collective, also backward.
+
+    Torch 2.13 renamed the function.
+    """
+    gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    gathered: Tensor = gather(states, dim, group)
+    return gathered
 
 
 def compile_for_all_shapes(forward: Callable[..., Any], *, fullgraph: bool, recompile_limit: int) -> Callable[..., Any]:

@@ -275,8 +275,9 @@ def estimate_sft(
 ) -> Estimate:
     """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
-    row_tokens = data.row_tokens
-    rows = max(1, data.batch_size // (data.micro_batch_size * processes))
+    cp = config.model.cp
+    row_tokens = -(-data.row_tokens // cp)
+    rows = max(1, data.batch_size // (data.micro_batch_size * max(1, processes // cp)))
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )
@@ -327,7 +328,8 @@ def estimate_rl(
     processes, infer = gpus
     train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
-    seq_len, row_tokens = trainer.model.seq_len, _row_tokens(config, shapes[0], device)
+    seq_len = trainer.model.seq_len
+    row_tokens = -(-_row_tokens(config, shapes[0], device) // trainer.model.cp)
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )

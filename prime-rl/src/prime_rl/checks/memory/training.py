@@ -267,7 +267,7 @@ class Training:
     model: ModelConfig
     optimizer: str
     row_tokens: int
-    """Tokens of a packed row, which is one micro-batch."""
+    """Tokens of a packed row, which is one micro-batch, that this process computes."""
     seq_len: int
     processes: int
     rows: int | None

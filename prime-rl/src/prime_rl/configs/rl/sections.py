@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import replication_fault
+from prime_rl.configs.model import division_fault
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import (
     Count,
@@ -386,8 +386,7 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
     elif run.teacher_inference is not None and run.device != "cpu":
         yield "[teacher_inference] has no GPU: set deployment.num_teacher_gpus, or device = 'cpu'"
     yield from _judge_faults(run, deployment)
-    yield from _uneven_training(run, deployment.num_train_gpus)
-    if fault := replication_fault(run.trainer.model, deployment.num_train_gpus):
+    if fault := division_fault(run.trainer.model, deployment.num_train_gpus):
         yield fault
     if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
         yield from _shared_gpu(run, deployment)
@@ -427,12 +426,6 @@ def _uneven_split(name: str, server: InferenceConfig, gpus: int) -> Iterator[str
         yield f"{name}: {gpus} GPUs / parallel.tp {tp} = {gpus / tp:g} copies of the model: not a whole number"
 
 
-def _uneven_training(run: RunSections, gpus: int) -> Iterator[str]:
-    cp, tp = run.trainer.model.cp, run.trainer.model.tp
-    if gpus % (cp * tp) != 0:
-        yield f"trainer: {gpus} GPUs / (model.cp {cp} * model.tp {tp}) = {gpus / (cp * tp):g}: not a whole number"
-
-
 def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, has_slurm: bool) -> Iterator[str]:
     if not has_slurm:
         yield "deployment.type = 'multi_node' needs [slurm]"
@@ -451,7 +444,8 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
         yield f"deployment.num_train_nodes ({nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
     if run.inference is not None:
         yield from _uneven_split("inference", run.inference, deployment.gpus_per_node)
-    yield from _uneven_training(run, deployment.num_train_nodes * deployment.gpus_per_node)
+    if fault := division_fault(run.trainer.model, deployment.num_train_nodes * deployment.gpus_per_node):
+        yield fault
 
 
 def _broadcast_faults(run: RunSections) -> Iterator[str]:

@@ -19,8 +19,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
+from prime_rl.trainer.model.context import over_context
 from prime_rl.trainer.model.layouts import sequence_bounds
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.versions import varlen_kernel
@@ -127,8 +129,14 @@ def varlen_attention(
     return out.view(rows, tokens, heads, -1), None
 
 
-AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(VARLEN, over_context(varlen_attention))
 AttentionMaskInterface.register(VARLEN, no_mask)
+
+
+def divide_flash_attention() -> None:
+    """Let Transformers' flash attention functions take the option `context`, as our own functions do."""
+    for kernel in ("flash_attention_2", "flash_attention_3"):
+        AttentionInterface.register(kernel, over_context(ALL_ATTENTION_FUNCTIONS[kernel]))
 
 
 def _model_class(model_config: PretrainedConfig) -> type[PreTrainedModel] | None:

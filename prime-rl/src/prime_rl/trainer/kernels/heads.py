@@ -103,6 +103,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if len(targets) > rows:
                 own = own.float() if grad_weight is None else grad_weight.add_(own)
             grad_weight = own
+        if len(targets) == 0 and ctx.needs_input_grad[1] and not is_added_later:
+            # Other processes have a gradient, and all reduce theirs together.
+            grad_weight = torch.zeros_like(weight)
         ctx.save_for_backward(grad_hidden, grad_weight, *((grad_logits, hidden) if is_added_later else (None, None)))
         ctx.weight_dtype, ctx.kept, ctx.vocab_chunk, ctx.product = weight.dtype, kept, limits.vocab_chunk, product
         return loss

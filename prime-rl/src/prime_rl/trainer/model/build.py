@@ -31,7 +31,7 @@ from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.model_files import unused_tensors
 from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.kernels.attention import EAGER, SDPA, choose_attention
+from prime_rl.trainer.kernels.attention import EAGER, FLEX, SDPA, choose_attention, divide_flash_attention
 from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.kernels.products import Products, use_lean_linears
@@ -103,6 +103,9 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
         expected = _model_logits(model, device, EAGER if model._supports_attention_backend else kernel)
         long, other, alike = (Probe(*of_one) for of_one in zip(_probes(model), expected, strict=True))
         far = _last_position(model, seq_len)
+        if scoring_of(model).context is not None:
+            _check_divided(model, device, [other, long, alike], far, optional)
+            return
         # Almost every model passes here. Otherwise, the steps in between show what differs.
         if not all(_match(model, device, [other, long], far)):
             own = _model_logits(model, device, kernel)
@@ -116,6 +119,20 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
                 raise ModelError(f"{name} lets sequences of a packed row influence each other{advice}")
         if kernel == SDPA and model._supports_attention_backend:
             _choose_layouts(model, device, [long, alike], optional)
+
+
+def _check_divided(
+    model: PreTrainedModel, device: torch.device, probes: Sequence[Probe], far: int, layouts: Sequence[type[Layout]]
+) -> None:
+    """Check rows that processes divide, in the one of the `layouts` that all rows will have. Collective."""
+    name, kernel = type(model).__name__.removeprefix("FSDP"), model.config._attn_implementation
+    if kernel == FLEX:
+        raise ModelError(f"model.cp: {name} runs with flex attention here, whose mask cannot be divided")
+    if kernel in (SDPA, EAGER):
+        model.config._attn_implementation = SHARED
+        scoring_of(model).layouts = layouts
+    if not all(_match(model, device, probes, far)):
+        raise ModelError(f"model.cp: {name} has other logits if its rows are divided, which is not supported")
 
 
 def _choose_layouts(
@@ -304,6 +321,8 @@ def setup_model(
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
     # A compiled block would have a graph for every number of sequences: there, each sequence has a row to itself.
     layers = StateLayers(model) if config.compile is None else None
+    if mesh.context_axis is not None:
+        divide_flash_attention()
     if layers and process.is_main:
         get_logger().info(f"Layers with a state: {layers.description}")
     prepare_blocks(model, config, process.device, is_random, layers)
@@ -317,7 +336,7 @@ def setup_model(
     if not is_scored:
         model.generation_config = _generation_config(model, config, process)
     keep_gradients(model, process)
-    enable_scoring(model, layers)
+    enable_scoring(model, layers, mesh.context_axis)
     # With compilation, every combination of sequence lengths would need its own graph.
     is_separable = process.device.type == "cpu" and config.compile is None and not is_random
     if has_dropout:

@@ -9,6 +9,7 @@ Shapes: T tokens of a packed row, N tokens that the model computes (nodes or cel
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prime_rl.trainer.model.context import own_slice, whole_row
 from prime_rl.trainer.model.layouts import sequence_starts
+from prime_rl.trainer.process.mesh import ContextAxis
 from prime_rl.transport.weights import to_device
 from prime_rl.utils.model_lengths import state_layers
 
@@ -40,9 +43,17 @@ class SequenceBatches:
     """For each batch, the index of every token among the N that the model computes; padding repeats the last."""
     cell_of_node_N: Tensor
     """Index of each node's result in the flattened results of all batches, one after another."""
+    context: ContextAxis | None = None
+    """The processes that divide the row; None if this one computes all of it."""
 
     def run(self, layer: Callable[[Tensor], Tensor], hidden_RWH: Tensor) -> Tensor:
-        """Run a layer on each batch [S, W, H], and arrange the results like `hidden_RWH`, of N = R * W tokens."""
+        """Run a layer on each batch [S, W, H], and arrange the results like `hidden_RWH`, of N = R * W tokens.
+
+        Of a divided row, `hidden_RWH` is this process's slice, and the layer runs on the whole.
+        """
+        if self.context is not None:
+            whole = dataclasses.replace(self, context=None)
+            return own_slice(whole.run(layer, whole_row(hidden_RWH, self.context)), self.context, 1)
         flat_NH = hidden_RWH.flatten(0, 1)
         results = [
             layer(flat_NH.index_select(0, nodes.flatten()).unflatten(0, nodes.shape)).flatten(0, 1)
@@ -52,7 +63,13 @@ class SequenceBatches:
 
 
 def batch_sequences(
-    position_ids_1T: Tensor, nodes: int, node_of_token_T: Tensor | None, device: torch.device, *, uses_last: bool
+    position_ids_1T: Tensor,
+    nodes: int,
+    node_of_token_T: Tensor | None,
+    device: torch.device,
+    context: ContextAxis | None = None,
+    *,
+    uses_last: bool,
 ) -> SequenceBatches:
     """Batch the sequences of a packed row of which the model computes `nodes` tokens.
 
@@ -80,7 +97,7 @@ def batch_sequences(
         kept_on_device = node_of_token_T[kept_on_device]
         batches = [node_of_token_T[tokens] for tokens in batches]
     cell_of_node_N = torch.zeros(nodes, dtype=torch.long, device=device)
-    return SequenceBatches(batches, cell_of_node_N.index_put((kept_on_device,), cells_on_device))
+    return SequenceBatches(batches, cell_of_node_N.index_put((kept_on_device,), cells_on_device), context)
 
 
 def _similar(lengths: np.ndarray) -> Iterator[np.ndarray]:

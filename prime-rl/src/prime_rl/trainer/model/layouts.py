@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from prime_rl.trainer.model.context import over_context
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.weights import to_device
 
@@ -309,14 +310,17 @@ def prefix_nodes(input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last:
 
 
 def find_shared_prefixes(
-    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False
+    input_ids_1T: Tensor, position_ids_1T: Tensor, *, without_last: bool = False, multiple_of: int = 1
 ) -> PrefixTree | None:
     """Build the prefix tree of a packed row. Returns None if no two sequences share a prefix.
 
-    `without_last` as in `prefix_nodes`.
+    `without_last` as in `prefix_nodes`. With `multiple_of`, which a row that is divided among processes needs, there is
+    always a tree, and nodes that nothing refers to bring their number to a multiple of it.
     """
     nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last)
-    return None if nodes is None else _tree(nodes, input_ids_1T.device)
+    if nodes is None and multiple_of == 1:
+        return None
+    return _tree(_padded(nodes or _separate(position_ids_1T), multiple_of), input_ids_1T.device)
 
 
 def shared_prefix_attention(
@@ -340,11 +344,20 @@ def shared_prefix_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     queries, keys, values = (_gather_cells(states, node_of_cell) for states in (query, key, value))
     mask = _window_mask(node_of_cell.shape[1], window, query.device)
-    outcome, _ = sdpa_attention_forward(module, queries, keys, values, mask, **options)
+    # The module's own number of groups is another one where processes repeat heads (`over_context`).
+    heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
+    outcome, _ = sdpa_attention_forward(cast("nn.Module", heads), queries, keys, values, mask, **options)
     return outcome.flatten(0, 1).index_select(0, cell_of_node)[None], None
 
 
-AttentionInterface.register(SHARED, shared_prefix_attention)
+class _Heads(NamedTuple):
+    """What SDPA behind Transformers' interface reads from a module."""
+
+    num_key_value_groups: int
+    is_causal: bool
+
+
+AttentionInterface.register(SHARED, over_context(shared_prefix_attention))
 AttentionMaskInterface.register(SHARED, sdpa_mask)
 
 
@@ -409,13 +422,15 @@ class SequenceBlocks:
 
 
 def find_sequence_blocks(
-    input_ids_1T: Tensor, position_ids_1T: Tensor, heads: int, *, without_last: bool = False
+    input_ids_1T: Tensor, position_ids_1T: Tensor, heads: int, *, without_last: bool = False, multiple_of: int = 1
 ) -> SequenceBlocks:
-    """Arrange a packed row for a model with `heads` query heads. Common prefixes are computed once.
+    """Arrange a packed row for a process with `heads` query heads. Common prefixes are computed once.
 
-    `without_last` as in `prefix_nodes`. It has no effect on a row without common prefixes.
+    `without_last` as in `prefix_nodes`. It has no effect on a row without common prefixes. `multiple_of` as in
+    `find_shared_prefixes`.
     """
     nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last) or _separate(position_ids_1T)
+    nodes = _padded(nodes, multiple_of)
     groups = _groups(nodes, max(1, _SCORES // heads))
     blocks = [block for members in groups for block in _blocks(nodes, members, max(1, _LONG_SCORES // heads))]
     return SequenceBlocks(torch.from_numpy(nodes.node_of_token_T), torch.from_numpy(nodes.token_of_node_N), blocks)
@@ -428,6 +443,12 @@ def _separate(position_ids_1T: Tensor) -> Nodes:
     bounds = [*sequence_starts(positions).tolist(), len(positions)]
     spans = [range(start, stop) for start, stop in pairwise(bounds)]
     return Nodes(tokens, tokens, spans, [0] * len(spans))
+
+
+def _padded(nodes: Nodes, multiple_of: int) -> Nodes:
+    """Nodes in a number that `multiple_of` divides. The added ones are computed in vain, from the row's first token."""
+    padding = np.zeros(-len(nodes.token_of_node_N) % multiple_of, dtype=np.int64)
+    return nodes._replace(token_of_node_N=np.concatenate((nodes.token_of_node_N, padding)))
 
 
 def _groups(nodes: Nodes, limit: int) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
 from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, fused_logprobs, linear_cross_entropy_sum
 from prime_rl.trainer.kernels.products import head_product
+from prime_rl.trainer.model.context import own_slice, own_tokens, padded_length, total
 from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
 from prime_rl.trainer.model.layouts import (
     SHARED,
@@ -34,6 +35,7 @@ from prime_rl.trainer.model.layouts import (
     fold,
 )
 from prime_rl.trainer.model.lora import is_adapted
+from prime_rl.trainer.process.mesh import ContextAxis
 from prime_rl.transport.loading import has_score
 from prime_rl.transport.weights import to_device
 
@@ -50,43 +52,58 @@ class ArrangedRow:
 
     inputs: dict[str, Any]
     """Arguments of the model."""
-    of_tokens: Callable[[Tensor], Tensor]
-    """The hidden states of the row's tokens [T, H], from those that the model computes."""
+    places_M: Tensor
+    """Of the M tokens to score: the index of each one's hidden state among those that this process computes."""
     sequences: SequenceBatches | None = None
     """The row's sequences, for a model with layers that carry a state from token to token."""
+    picks_m: Tensor | None = None
+    """Which of the tokens to score this process has; None: all."""
 
 
 class Scoring(Protocol):
     """Attributes that `enable_scoring` adds to a model."""
 
-    score_tokens: Callable[[ArrangedRow, Callable[[Tensor, LogitsOf], Any]], Any]
+    score_tokens: Callable[[ArrangedRow, Callable[..., Any], Sequence[Tensor]], Any]
     layouts: Sequence[type[Layout]]
     """The layouts to choose from. A row for which none of them is possible has a `Grid`."""
     shares_rows: bool
     """Whether several sequences may share a row of a `Grid`."""
     state_layers: StateLayers | None
     """The layers that carry a state from token to token; None if the model has none."""
+    context: ContextAxis | None
+    """The processes that divide the tokens of a row; None if there is only this one."""
 
 
 def score_tokens(
     model: nn.Module,
     input_ids_1T: Tensor,
     position_ids_1T: Tensor,
-    score: Callable[[Tensor, LogitsOf], Result],
+    score: Callable[..., Result],
+    tokens_M: Tensor | None = None,
+    given: Sequence[Tensor] = (),
     *,
     uses_last: bool = True,
 ) -> Result:
-    """Run one packed row of T tokens and return `score(hidden_TH, logits_of)`.
+    """Run one packed row of T tokens and return `score(hidden_MH, logits_of, *given)`.
 
-    `hidden_TH` holds the final hidden states; entry t predicts token t + 1. A sequence starts at each position that is
-    not the previous one plus 1, and attention never crosses sequences. `score` returns a tensor or a tuple of tensors;
-    it must not keep a reference to `logits_of`. `uses_last`: it uses the hidden state of each sequence's last token;
-    otherwise that may be any state, because some layouts do not compute it.
+    `hidden_MH` holds the final hidden states at the indices `tokens_M` (None: of all tokens), and each of `given` has
+    an entry for every one of them. Entry t predicts token t + 1. A sequence starts at each position that is
+    not the previous one plus 1, and attention never crosses sequences. `score` returns a sum over the tokens, a tensor
+    with an entry for each, or a tuple of these; it must not keep a reference to `logits_of`. `uses_last`: it uses the
+    hidden state of each sequence's last token; otherwise that may be any state, because some layouts do not compute it.
+
+    Processes of a `ContextAxis` each score their own tokens, and all return the whole result.
 
     Keep `position_ids_1T` on the host: the sequences are found there, and for positions on a GPU the host would wait.
     """
-    row = _arranged(cast("PreTrainedModel", model), input_ids_1T, position_ids_1T, uses_last)
-    return scoring_of(model).score_tokens(row, score)
+    if tokens_M is None:
+        tokens_M = torch.arange(input_ids_1T.shape[1], device=input_ids_1T.device)
+    row = _arranged(cast("PreTrainedModel", model), input_ids_1T, position_ids_1T, tokens_M, uses_last)
+    context, picks = scoring_of(model).context, row.picks_m
+    if context is None or picks is None:
+        return scoring_of(model).score_tokens(row, score, given)
+    parts = scoring_of(model).score_tokens(row, score, [values.index_select(0, picks) for values in given])
+    return total(parts, picks, len(tokens_M), context)
 
 
 def cross_entropy_sum(
@@ -123,12 +140,15 @@ def is_plain(head: nn.Linear) -> bool:
     return type(head) is nn.Linear and head.bias is None and not is_adapted(head)
 
 
-def enable_scoring(model: PreTrainedModel, state_layers: StateLayers | None = None) -> None:
+def enable_scoring(
+    model: PreTrainedModel, state_layers: StateLayers | None = None, context: ContextAxis | None = None
+) -> None:
     """Enable `score_tokens` on the sharded `model`. Call `check_scoring` before relying on it."""
     scoring = scoring_of(model)
     scoring.score_tokens = MethodType(_score_tokens, model)
     scoring.layouts, scoring.shares_rows = (Grid,), True
     scoring.state_layers = state_layers or getattr(model, "state_layers", None)
+    scoring.context = context
     if model.config._attn_implementation == SHARED:
         model.config._attn_implementation = SDPA
     register_fsdp_forward_method(model, "score_tokens")
@@ -138,46 +158,59 @@ def scoring_of(model: nn.Module) -> Scoring:
     return cast("Scoring", model)
 
 
-def _score_tokens(self: PreTrainedModel, row: ArrangedRow, score: Callable[[Tensor, LogitsOf], Result]) -> Result:
+def _score_tokens(
+    self: PreTrainedModel, row: ArrangedRow, score: Callable[..., Result], given: Sequence[Tensor]
+) -> Result:
     layers = scoring_of(self).state_layers
     with nullcontext() if layers is None else layers.on(row.sequences):
         hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
-    return score(row.of_tokens(hidden), _logits_of(self))
+    return score(hidden.flatten(0, 1).index_select(0, row.places_M), _logits_of(self), *given)
 
 
-def _arranged(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> ArrangedRow:
+def _arranged(
+    model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, tokens_M: Tensor, uses_last: bool
+) -> ArrangedRow:
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
+    context = scoring_of(model).context
 
-    def sequences(nodes: int, node_of_token_T: Tensor | None = None) -> SequenceBatches | None:
-        if not scoring_of(model).state_layers:
-            return None
-        return batch_sequences(positions, nodes, node_of_token_T, device, uses_last=uses_last)
+    def row_of(inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None) -> ArrangedRow:
+        sequences = None
+        if scoring_of(model).state_layers:
+            sequences = batch_sequences(positions, nodes, node_of_token_T, device, context, uses_last=uses_last)
+        places_M = tokens_M if node_of_token_T is None else node_of_token_T.index_select(0, tokens_M)
+        if context is None:
+            return ArrangedRow(inputs, places_M, sequences)
+        parts = {name: own_slice(inputs[name], context, 1) for name in ("input_ids", "position_ids")}
+        picks_m, places_m = own_tokens(places_M, nodes, context)
+        return ArrangedRow({**inputs, **parts, "context": context}, places_m, sequences, picks_m)
 
     if kernel not in (SDPA, SHARED, EAGER):
+        if (padding := padded_length(positions.numel(), context) - positions.numel()) > 0:
+            # A sequence that nothing is scored of.
+            positions = torch.cat((positions, torch.arange(padding)[None]), dim=1)
+            input_ids_1T = nn.functional.pad(input_ids_1T, (0, padding))
         inputs = {"input_ids": input_ids_1T, "position_ids": to_device(positions, device)}
-        inputs |= varlen_arguments(kernel, positions, device)
-        return ArrangedRow(inputs, lambda hidden: hidden[0], sequences(positions.numel()))
+        return row_of(inputs | varlen_arguments(kernel, positions, device), positions.numel(), None)
     layout = _cheapest_layout(model, input_ids_1T, positions, uses_last)
     if isinstance(layout, Grid):
         inputs = {"input_ids": layout.scatter(input_ids_1T), "position_ids": layout.position_ids_RW}
-        return ArrangedRow(inputs, layout.gather, sequences(layout.position_ids_RW.numel(), layout.cells_T))
+        return row_of(inputs, layout.position_ids_RW.numel(), layout.cells_T)
     ids, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, to_device(positions, device)))
     inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
-    return ArrangedRow(
-        inputs,
-        lambda hidden: hidden[0].index_select(0, layout.node_of_token_T),
-        sequences(len(layout.token_of_node_N), layout.node_of_token_T),
-    )
+    return row_of(inputs, ids.numel(), layout.node_of_token_T)
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
     hidden_size, scoring = model.config.get_text_config().hidden_size, scoring_of(model)
+    divisor = 1 if scoring.context is None else scoring.context.size
     if SequenceBlocks in scoring.layouts:
-        heads = model.config.get_text_config().num_attention_heads
-        return find_sequence_blocks(input_ids_1T, position_ids_1T, heads, without_last=not uses_last)
+        heads = model.config.get_text_config().num_attention_heads // divisor
+        return find_sequence_blocks(
+            input_ids_1T, position_ids_1T, heads, without_last=not uses_last, multiple_of=divisor
+        )
     layouts: list[Grid | PrefixTree] = []
     if PrefixTree in scoring.layouts:
-        tree = find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last)
+        tree = find_shared_prefixes(input_ids_1T, position_ids_1T, without_last=not uses_last, multiple_of=divisor)
         layouts += [tree] if tree is not None else []
     if Grid in scoring.layouts or not layouts:
         layouts.append(fold(position_ids_1T, hidden_size, input_ids_1T.device, shares_rows=scoring.shares_rows))

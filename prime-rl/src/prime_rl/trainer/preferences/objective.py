@@ -136,10 +136,11 @@ def sequence_logprobs(model: PreTrainedModel, row: PackedRow, device: torch.devi
         for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
     )
 
-    def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
-        return target_logprobs(model, hidden_TH[trained], targets, logits_of)
+    def score(hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor) -> Tensor:
+        return target_logprobs(model, hidden_MH, targets_M, logits_of)
 
-    logprobs_M = score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
+    positions_1T = torch.from_numpy(row.position_ids)[None]
+    logprobs_M = score_tokens(model, input_ids_T[None], positions_1T, score, trained, [targets])
     # A row without pairs keeps its graph: its backward pass takes part in collectives.
     sums_S = sequences.sum(logprobs_M) if lengths else logprobs_M.sum()[None][:0]
     return sums_S, sequences.lengths_S

@@ -58,7 +58,7 @@ def rewards_of(model: PreTrainedModel, row: PackedRow, device: torch.device) -> 
         to_device(torch.from_numpy(values), device) for values in (np.flatnonzero(row.is_trained), row.input_ids)
     )
 
-    def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
-        return logits_of(hidden_TH[scored]).float()
+    def score(hidden_SH: Tensor, logits_of: LogitsOf) -> Tensor:
+        return logits_of(hidden_SH).float()
 
-    return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score).view(-1, 2)
+    return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score, scored).view(-1, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prime_rl.configs.model import ModelConfig, replication_fault
+from prime_rl.configs.model import ModelConfig, division_fault
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 
@@ -34,13 +34,13 @@ class DataAxis:
     """Connects one process of each data rank, in order. None is the default group, of all processes."""
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh) -> DataAxis:
-        """The data axis of this process in a mesh of all processes. Collective."""
-        groups = data_groups(mesh.mesh, mesh.mesh_dim_names or ())
-        own = next(group for group in groups if mesh.get_rank() in group)
+    def from_ranks(cls, ranks: Tensor, axis_names: Sequence[str], rank: int) -> DataAxis:
+        """The data axis of process `rank`; `ranks` and `axis_names` as in `data_groups`. Collective."""
+        groups = data_groups(ranks, axis_names)
+        own = next(group for group in groups if rank in group)
         # One group of all processes is the default group.
         group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
-        return cls(own.index(mesh.get_rank()), len(own), group)
+        return cls(own.index(rank), len(own), group)
 
     @property
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -92,6 +92,15 @@ def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextAxis:
+    """A process's position among those that compute different tokens of the same rows."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """All processes of the trainer along axes, as seen from one of them.
 
@@ -103,36 +112,45 @@ class Mesh:
     fsdp: DeviceMesh
     """Weights are sharded over its last axis, and replicated over the first of two."""
     data_axis: DataAxis
+    context_axis: ContextAxis | None = None
+    """None if every process computes whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Sizes of the data-parallel axes: `dp_replicate` copies of the model, each sharded over `dp_shard` processes.
+    """Sizes of the axes: `dp_replicate` copies of the model, each sharded over `dp_shard` times `cp` processes.
 
-    Each process reads its own rows, so the two axes together are the data axis.
+    The first two axes together are the data axis. Processes along `cp` divide the tokens of a row.
     """
 
     dp_replicate: int
     dp_shard: int
+    cp: int = 1
 
     @classmethod
     def from_config(cls, config: ModelConfig, process: Process) -> ParallelDims:
         """Divide the processes as `config` says.
 
         Raises:
-            TrainerError: the number of processes is not a multiple of `model.dp_replicate`.
+            TrainerError: the number of processes is not a multiple of `model.dp_replicate` times `model.cp`.
         """
-        if fault := replication_fault(config, process.world_size):
+        if fault := division_fault(config, process.world_size):
             raise TrainerError(fault)
-        return cls(config.dp_replicate, process.world_size // config.dp_replicate)
+        return cls(config.dp_replicate, process.world_size // (config.dp_replicate * config.cp), config.cp)
 
     def mesh(self, process: Process) -> Mesh:
         """Lay the processes out: one axis for FSDP, or two (replicate, shard) for HSDP. Collective."""
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp}
         if self.dp_replicate == 1:
             del axes["dp_replicate"]
         fsdp = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return Mesh(process, fsdp, DataAxis.from_mesh(fsdp))
+        ranks = torch.arange(process.world_size).view(self.dp_replicate, self.dp_shard, self.cp)
+        data_axis = DataAxis.from_ranks(ranks, (*DATA_AXES, "cp"), process.rank)
+        if self.cp == 1:
+            return Mesh(process, fsdp, data_axis)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
+        assert group is not None
+        return Mesh(process, fsdp, data_axis, ContextAxis(process.rank % self.cp, self.cp, group))
 
 
 def setup_mesh(config: ModelConfig, process: Process) -> Mesh:

@@ -233,22 +233,26 @@ def score_beside_teacher(
     trains_entropy: bool,
     beta: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `score_row` returns, and the divergences [M] from the row's teachers at its trained tokens. Empty without
-    `beta`."""
-    labels, temperatures = row.input_ids[targets], row.temperatures[targets - 1]
+    """What `score_row` returns, and the divergences [M] from the row's teachers at its trained tokens; zeros without
+    `beta`. A row with divergences cannot be divided: the config refuses `model.cp` with them."""
     vocab_size = model.config.get_text_config().vocab_size
+    tops = None if beta is None else row.teacher_top
+    places = targets if tops is None else torch.cat((targets, row.layout.trained_M))
 
-    def score(hidden: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor, Tensor]:
-        scored = logprobs_and_entropies(
-            model, hidden[targets - 1], labels, temperatures, logits_of, vocab_chunk, trains_entropy
-        )
-        if beta is None or row.teacher_top is None:
-            return *scored, hidden.new_zeros(0)
-        places = hidden[row.layout.trained_M - 1]
-        return *scored, divergences(places, logits_of, row.teacher_top, beta, vocab_size)
+    def score(
+        hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = len(labels) if tops is None else len(targets)
+        inputs = (hidden[:count], labels[:count], temperatures[:count])
+        scored = logprobs_and_entropies(model, *inputs, logits_of, vocab_chunk, trains_entropy)
+        if beta is None or tops is None:
+            return *scored, torch.zeros_like(scored[0])
+        return *scored, divergences(hidden[count:], logits_of, tops, beta, vocab_size)
 
+    # A token is predicted at the one before.
+    given = (row.input_ids[places], row.temperatures[places - 1])
     scored, scored_entropy, divergence = score_tokens(
-        model, row.input_ids[None], row.position_ids[None], score, uses_last=False
+        model, row.input_ids[None], row.position_ids[None], score, places - 1, given, uses_last=False
     )
     log_vocab = math.log(vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)

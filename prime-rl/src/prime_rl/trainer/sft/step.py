@@ -121,7 +121,7 @@ def forward_backward(
     """Accumulate the gradient of the objective. Returns what this process's rows add to `loss` and to the metrics.
 
     `sizes` are the divisors over all data ranks. FSDP averages gradients over all processes, and those that share rows
-    have equal gradients; multiplying by the number of data ranks makes the average the sum over rows.
+    have gradients whose average is that of the row; multiplying by the number of data ranks makes it the sum over rows.
     """
     factors = [
         mesh.data_axis.data_size * weight / max(size, 1) for weight, size in zip(objective.weights, sizes, strict=True)
@@ -170,8 +170,8 @@ def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device, b
         for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
     )
 
-    def score(hidden_TH: Tensor, logits_of: LogitsOf) -> Tensor:
+    def score(hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor) -> Tensor:
         vocab_size = model.config.get_text_config().vocab_size
-        return cross_entropy_sum(hidden_TH[trained], targets, logits_of, vocab_size, by_probability=by_probability)
+        return cross_entropy_sum(hidden_MH, targets_M, logits_of, vocab_size, by_probability=by_probability)
 
-    return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score)
+    return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score, trained, [targets])

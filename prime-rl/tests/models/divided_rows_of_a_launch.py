@@ -1,0 +1,88 @@
+"""Started by `test_divided_rows.py` as four processes under torchrun.
+
+Arguments: a file for the results, and models' directories. Saves each model's SFT loss and gradient on the same rows:
+where every process computes all of them, and where meshes divide rows and tokens. A directory whose name ends in
+"adapter" gets a new adapter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.process.errors import leaving_at_once
+from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
+from prime_rl.trainer.process.world import Process, destroy_world, setup_world
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
+from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+
+ROW_TOKENS = 46
+LENGTHS = ((7, 39), (46,), (5, 5, 13), (30, 2))
+"""Samples of each row. The third row is short, and no row's length is a multiple of four."""
+
+
+def rows_of(mesh: Mesh) -> list[PackedRow]:
+    """This process's rows."""
+    random = np.random.default_rng(0)
+    rows = [
+        lay_out(
+            [
+                TokenizedSample(random.integers(4, 64, length + 1, dtype=np.int32), random.random(length + 1) < 0.7)
+                for length in lengths
+            ],
+            ROW_TOKENS,
+            ROW_TOKENS,
+        )
+        for lengths in LENGTHS
+    ]
+    return rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
+
+
+def meshes(model: ModelConfig, process: Process) -> Iterator[tuple[str, ModelConfig, Mesh]]:
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    shared = DataAxis.from_ranks(torch.arange(4)[None], ("dp_shard", "tp"), process.rank)
+    yield "whole rows", model, Mesh(process, whole, shared)
+    sizes_by_name = {"dp_shard 2, cp 2": {"cp": 2}}
+    if model.name.endswith("heads"):
+        sizes_by_name |= {"cp 4": {"cp": 4}, "dp_replicate 2, cp 2": {"cp": 2, "dp_replicate": 2}}
+    for name, sizes in sizes_by_name.items():
+        config = model.model_copy(update=sizes)
+        yield name, config, setup_mesh(config, process)
+
+
+def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor]:
+    model, rows, axis, device = setup_model(config, mesh), rows_of(mesh), mesh.data_axis, mesh.process.device
+    trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.02)
+    loss = axis.sum([forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"]], device)[0]
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+    return loss, torch.cat([each.flatten() for each in gradients])
+
+
+def main(results: Path, directories: list[Path]) -> None:
+    process = setup_world("cpu", timeout_s=3600)
+    found = {}
+    for directory in directories:
+        lora = LoRAConfig(rank=4, alpha=8) if directory.name.endswith("adapter") else None
+        model = ModelConfig(name=str(directory), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
+        for name, config, mesh in meshes(model, process):
+            found[directory.name, name] = gradient(config, mesh)
+    if process.is_main:
+        torch.save(found, results)
+    destroy_world()
+
+
+with leaving_at_once():
+    main(Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
