@@ -15,7 +15,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from prime_rl.checks.engines import engine_faults
 from prime_rl.checks.model_description import CAUSAL_FAMILIES, SEPARABLE_FAMILIES, ModelDescription
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.inference import InferenceConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/models.md is not part of an installed prime-rl")
@@ -72,6 +75,23 @@ def test_a_checkpoint_as_on_the_hub_is_named_by_its_class() -> None:
         "Gemma3nForConditionalGeneration reads images, which is not supported yet: name a model for text alone"
     )
     assert ModelDescription(text).training_fault() is None
+
+
+def test_vllm_needs_a_processor_of_a_model_with_a_tower_unless_it_serves_the_language_model_alone(
+    tmp_path: Path,
+) -> None:
+    text = {"model_type": "qwen3_vl_text", "vocab_size": 8}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def is_refused(**model: Any) -> bool:
+        asked = InferenceConfig(backend="vllm", model={"name": str(tmp_path), **model})
+        return any("language_model_only = true" in fault for fault in engine_faults(asked, StartDir()))
+
+    assert is_refused()
+    assert not is_refused(language_model_only=True)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert not is_refused()
 
 
 def test_a_model_with_code_is_judged_when_it_is_loaded() -> None:

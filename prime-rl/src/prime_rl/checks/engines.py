@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from prime_rl.checks.model_files import context_length, describe
@@ -30,6 +31,8 @@ VLLM_ONLY = (
     "all2all_backend",
     "enable_sleep_mode",
 )
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+"""Files that describe how a checkpoint with a vision tower reads images; each checkpoint has one of them or both."""
 _ADVICE = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
 
 
@@ -124,6 +127,17 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: Permission denied"
         elif python is None and start.has_our_packages:
             yield NotInstalled(no_vllm())
+    folder, description = start.find(config.model.name), describe(config.model.name, start)
+    has_tower = folder.is_dir() and description is not None and description.has_known_language_part
+    if (
+        has_tower
+        and not config.model.language_model_only
+        and not any(map(Path.is_file, map(folder.joinpath, _PROCESSOR)))
+    ):
+        yield (
+            f"model.name = {config.model.name}: the checkpoint has a vision tower and none of {', '.join(_PROCESSOR)}, "
+            "which vLLM needs: set inference.model.language_model_only = true, or copy them from the hub"
+        )
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield (
             f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}), which vLLM does not "
