@@ -6,7 +6,8 @@ import json
 
 from transformers import AutoTokenizer
 
-from prime_rl.configs.dpo import DPOConfig
+from prime_rl.configs.dpo import DPOConfig, PreferenceConfig
+from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState
 from prime_rl.trainer.model.build import setup_model
@@ -14,6 +15,7 @@ from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.preferences.objective import Preferences, Unpaired
 from prime_rl.trainer.preferences.reference import reference_logprobs
+from prime_rl.trainer.preferences.reward_model import Ranking
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import destroy_world, setup_world
@@ -25,8 +27,8 @@ from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 
 def main() -> None:
-    """Train three steps on the same eight rows, however many processes there are: an adapter, all weights, and an
-    adapter on the answers of the pairs, each with a label."""
+    """Train three steps on the same eight rows, however many processes there are: an adapter, all weights, an
+    adapter on the answers of the pairs, each with a label, and a reward model with all weights."""
     config = parse_argv_or_exit(DPOConfig)
     process = setup_world("cpu", timeout_s=3600)
     found = []
@@ -35,17 +37,21 @@ def main() -> None:
         found += three_steps(config, model_config, setup_mesh(model_config, process))
     of_answers = DPOConfig.model_validate({**config.model_dump(), "loss": {"type": "kto"}})
     found += three_steps(of_answers, config.model, setup_mesh(config.model, process))
+    keys = config.model_dump(exclude={"loss"})
+    scoring = RewardModelConfig.model_validate({**keys, "loss": {"center_rewards_coefficient": 0.1}})
+    plain = config.model.model_copy(update={"lora": None})
+    found += three_steps(scoring, plain, setup_mesh(plain, process))
     if process.is_main:
         (config.output_dir / f"{process.world_size}.json").write_text(json.dumps(found))
     destroy_world()
 
 
-def three_steps(config: DPOConfig, model_config: ModelConfig, mesh: Mesh) -> list[dict[str, float]]:
+def three_steps(config: PreferenceConfig, model_config: ModelConfig, mesh: Mesh) -> list[dict[str, float]]:
     tokenizer = AutoTokenizer.from_pretrained(model_config.name)
-    model = setup_model(model_config, mesh)
     objective = objective_of(config, config.data)
-    assert isinstance(objective, Preferences | Unpaired)
-    objective.reference = reference_logprobs(model, DatasetStream(config.data, tokenizer, mesh.data_axis), mesh)
+    model = setup_model(model_config, mesh, is_scored=isinstance(objective, Ranking))
+    if isinstance(objective, Preferences | Unpaired):
+        objective.reference = reference_logprobs(model, DatasetStream(config.data, tokenizer, mesh.data_axis), mesh)
     whole = DatasetStream(config.data, tokenizer, DataAxis(0, 1))
     rows = packed([sample for made in whole.own_share() for sample in made.samples], config.data)[:8]
     own_rows = rows[mesh.process.rank :: mesh.process.world_size]

@@ -478,6 +478,6 @@ def test_two_processes_train_like_one_with_all_weights_and_with_an_adapter(
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads((tmp_path / f"{processes}.json").read_text()))
-    assert len(found[0]) == 9
+    assert len(found[0]) == 12
     for alone, together in zip(*found, strict=True):
         assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
