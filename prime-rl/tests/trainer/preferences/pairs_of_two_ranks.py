@@ -37,7 +37,8 @@ def main() -> None:
         found += three_steps(config, model_config, setup_mesh(model_config, process))
     of_answers = DPOConfig.model_validate({**config.model_dump(), "loss": {"type": "kto"}})
     found += three_steps(of_answers, config.model, setup_mesh(config.model, process))
-    keys = config.model_dump(exclude={"loss"})
+    shared = RewardModelConfig.model_fields.keys() & DPOConfig.model_fields.keys() - {"loss"}
+    keys = config.model_dump(include=set(shared))
     scoring = RewardModelConfig.model_validate({**keys, "loss": {"center_rewards_coefficient": 0.1}})
     plain = config.model.model_copy(update={"lora": None})
     found += three_steps(scoring, plain, setup_mesh(plain, process))
