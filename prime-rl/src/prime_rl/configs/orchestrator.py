@@ -260,7 +260,7 @@ class TeacherModelConfig(BaseConfig):
     """Number of the likeliest tokens to ask for at each trained place. `rl` sets it to `trainer.distillation.top_k`.
     None asks only for the log-probability of the sampled token."""
 
-    weight: float = Field(1.0, gt=0, le=1e6)
+    weight: float = Field(1.0, gt=0)
     """Weight among the teachers that score the same sample; the weights are divided by their sum."""
 
     envs: list[str] | None = Field(None, min_length=1)
