@@ -120,8 +120,8 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
     """Blocks of RL are pieces: they stand on the sections that every RL file has."""
     written = tomllib.loads(block)
     config_cls: type[SFTConfig | OfflineEvalConfig | RLConfig] = RLConfig
-    if "loss" in written:
-        config_cls = RewardModelConfig if "center_rewards_coefficient" in written["loss"] else DPOConfig
+    if "reference" in written or isinstance(written.get("loss"), dict):
+        config_cls = RewardModelConfig if "center_rewards_coefficient" in written.get("loss", {}) else DPOConfig
     elif written.keys() & {"data", "val", "eval"}:
         config_cls = SFTConfig
     elif written.keys() & {"env", "num_examples"}:
