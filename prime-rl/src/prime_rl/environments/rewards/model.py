@@ -60,17 +60,25 @@ class RewardModel:
         while self._waiting:
             sent, self._waiting = self._waiting[:_MOST_WAITING], self._waiting[_MOST_WAITING:]
             conversations, futures = zip(*sent, strict=True)
+            args = {**self.args, "conversations": list(conversations)}
             try:
-                args = {**self.args, "conversations": list(conversations)}
                 values = await asyncio.wrap_future(self.pool.call_many(SCORES, args, self.timeout_s))
-            except RewardError as error:
-                for future in futures:
+                for future, value in zip(futures, values, strict=True):
                     if not future.done():
-                        future.set_exception(error)
-                continue
-            for future, value in zip(futures, values, strict=True):
-                if not future.done():
-                    future.set_result(value)
+                        future.set_result(value)
+            except RewardError as error:
+                _fail(futures, error)
+            except BaseException as error:
+                # Whatever failed: a rollout whose reward never comes would wait for ever.
+                _fail([*futures, *(future for _, future in self._waiting)], error)
+                self._waiting = []
+                raise
+
+
+def _fail(futures: Sequence[asyncio.Future[float]], error: BaseException) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(error)
 
 
 # In the worker. Torch and Transformers are imported there alone.
