@@ -31,15 +31,18 @@ class ScoringServer(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             self.answer({"tokens": [7, *map(ord, body["messages"][-1]["content"])]})
             return
+        if len(body["prompt"]) > 100:
+            self.answer({"error": {"message": "maximum context length is 100 tokens"}}, 400)
+            return
         found: list[dict[str, Any] | None] = [None]
         for place, token in enumerate(body["prompt"][1:], start=1):
             at = -self.scale * place
             found.append({str(token): {"logprob": at}, str(token + 1): {"logprob": at / 2}})
         self.answer({"choices": [{"prompt_logprobs": found}]})
 
-    def answer(self, body: dict[str, Any]) -> None:
+    def answer(self, body: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -90,6 +93,11 @@ async def test_scores_are_mixed_by_weight_and_a_hint_is_read_by_its_teacher_only
     assert np.frombuffer(top.weights, "<f4").tolist() == [0.75, 0.25] * 2
     with pytest.raises(OrchestratorError, match=r"names the column 'key', and rows of environment 'e' have answer"):
         filled_hint("{key}", {"answer": 1}, "e")
+    given.prompt = [{"role": "user", "content": "ab" * 50}]
+    ((sample,),) = await teachers.begin([given])
+    assert sample.completion_mask == [False, False]
+    assert sample.teacher_logprobs == [0.0] * 5
+    assert sample.teacher_top.fault(0) is None
     given.prompt = "ab"
     with pytest.raises(OrchestratorError, match=r"needs a prompt with a user's message"):
         await teachers.begin([given])
@@ -107,6 +115,7 @@ POLICY = ["--orchestrator.teacher-model.is-policy", "--trainer.loss.teacher-tau"
         ([*OUTSIDE, "--trainer.distillation.beta", "1.5"], "beta"),
         ([*OUTSIDE, "--trainer.distillation.top-k", "2000"], "top-k"),
         ([*OUTSIDE, "--orchestrator.teacher-model.top-k", "5"], "has no effect without"),
+        ([*OUTSIDE[2:], "--orchestrator.teacher-model.client.elastic.hostname", "h"], "servers cannot be elastic"),
         ([*OUTSIDE, "--orchestrator.teacher-model.envs", "maths"], "'maths' is none of the training environments"),
         (POLICY, "without a hint, the policy has nothing to teach itself"),
         (

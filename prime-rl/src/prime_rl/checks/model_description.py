@@ -184,7 +184,7 @@ class ModelDescription:
 
     def context_fault(self, cp: int) -> str | None:
         """Why `cp` processes cannot divide the tokens of this model's rows; None if nothing in its config says so."""
-        heads = self.setting("num_attention_heads")
+        heads = next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "n_heads"))), None)
         if cp == 1 or not isinstance(heads, int) or heads % cp == 0:
             return None
         return f"model.cp = {cp} does not divide the {heads} attention heads of {self.class_name}"

@@ -1,4 +1,4 @@
-"""Distillation from the likeliest tokens of a teacher: `[trainer.distillation]` of RL and `[distillation]` of SFT."""
+"""Distillation from the likeliest tokens of a teacher: `[trainer.distillation]` of RL."""
 
 from __future__ import annotations
 

@@ -508,6 +508,14 @@ class OrchestratorConfig(RootConfig):
                     yield f"{key}.envs: {name!r} is none of the training environments ({', '.join(names)})"
             if teacher.is_policy and self.model.lora is not None:
                 yield f"{key}.is_policy: a policy with LoRA adapters cannot be its own teacher; name a server"
+            if (self.client if teacher.is_policy else teacher.client).is_elastic:
+                yield f"{key}: a teacher's servers cannot be elastic; name them in client.base_url"
+            for env in self.env if teacher.hint else ():
+                if env.is_agent and teacher.scores(env.name or env.id):
+                    yield (
+                        f"{key}.hint: agents and workflows have several conversations, and a hint is put into one "
+                        f"prompt; leave {env.name or env.id!r} out of {key}.envs"
+                    )
             if teacher.is_policy and teacher.hint is None:
                 yield f"{key}.is_policy: without a hint, the policy has nothing to teach itself; set {key}.hint"
         if teachers and len({teacher.top_k for teacher in teachers.values()}) > 1:

@@ -268,8 +268,6 @@ def training_faults(config: Any) -> Iterator[str]:
             "which are no model on their own; remove it and use the exported weights, or continue the adapter with "
             "model.lora.path"
         )
-    if getattr(config, "distillation", None) is not None and config.model.cp > 1:
-        yield f"[distillation] compares whole rows, and model.cp ({config.model.cp}) divides them: remove one"
     yield from _step_faults(config)
     rate, min_rate = config.optim.lr, getattr(config.scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:
@@ -439,6 +437,8 @@ class TrainerConfig(RootConfig):
                     f"reference.source = 'adapter' with model.lora.modules_to_save = {lora.modules_to_save}: the model "
                     "without adapters would hold their trained weights; use 'copy'"
                 )
+        if self.distillation is not None and self.model.cp > 1:
+            yield f"[trainer.distillation] compares whole rows, and model.cp ({self.model.cp}) divides them: remove one"
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"

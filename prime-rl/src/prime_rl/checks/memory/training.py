@@ -69,7 +69,7 @@ def is_target(lora: LoRAConfig, path: str) -> bool:
 
     def matches(pattern: str) -> bool:
         if pattern == ALL_LINEAR:
-            return not path.endswith("experts")
+            return not path.endswith("experts") and path != "lm_head"
         return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."
 
     return any(map(matches, lora.target_modules)) and not any(map(matches, lora.modules_to_save))

@@ -19,7 +19,7 @@ from prime_rl.configs.surface.renamed import (
 )
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigWarning
 from prime_rl.utils.pydantic_config.faults import MOST_PLACES
-from prime_rl.utils.pydantic_config.schema import has_key
+from prime_rl.utils.pydantic_config.schema import has_key, sections_below
 from prime_rl.utils.tables import leaves
 
 # Which command a file is for, from its keys.
@@ -70,7 +70,7 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     """What to do with the file `name` with content `data`, if it is a config of something else than `component`."""
     keys = [".".join(str(part) for part in path if isinstance(part, str)).replace("-", "_") for path, _ in leaves(data)]
     # A table named after the command has a hint of its own.
-    if component in data or all(has_key(ROOTS[component], [key.split(".")[0]]) for key in keys):
+    if component in data or all(_may_have(ROOTS[component], key.split(".")) for key in keys):
         return None
     fitting = [kind for kind in ROOTS if all(_is_known(kind, key) for key in keys) and _is_meant(kind, keys)]
     if not 0 < len(fitting) <= MOST_PLACES or component in fitting:
@@ -80,6 +80,11 @@ def fault_of_file(component: str, name: str, data: Mapping[str, Any]) -> str | N
     ways = [f"pass it as `--{section} @ {name}`" for section in sections]
     ways += [f"pass it to {_either(commands)}"] if commands else []
     return f"{name}: is a config of {_either(fitting)}, not of {component}: {_either(ways)}"
+
+
+def _may_have(root: type[BaseSettings], path: Sequence[str]) -> bool:
+    """Whether `root` has the key, or has the table that a misspelt one stands in."""
+    return has_key(root, path) or (has_key(root, path[:1]) and bool(sections_below((root,), path[0])))
 
 
 def _is_meant(kind: str, keys: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, S
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
 from prime_rl.transport.messages import TeacherTop, TrainingSample
+from prime_rl.utils.logger import get_logger
 
 
 class _Entry(msgspec.Struct):
@@ -48,6 +49,10 @@ class Scores:
     top_ids: np.ndarray
     """int32 [M, k]: the likeliest tokens at each of the M places that are trained on."""
     top_logprobs: np.ndarray
+
+
+class _TooLong(OrchestratorError):
+    """A sample is longer than the teacher's server can read."""
 
 
 class Teacher:
@@ -120,7 +125,7 @@ class Teacher:
             reply = await channel.exchange("/completions", body)
             (choice,) = self._decoder.decode(reply.body).choices
         except OverlongPrompt as error:
-            raise OrchestratorError(
+            raise _TooLong(
                 f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len "
                 f"({error.message})"
             ) from error
@@ -219,6 +224,8 @@ class Teachers:
             for (_, samples), with_scores in zip(own, scored, strict=True):
                 for sample, source in zip(samples, with_scores, strict=True):
                     sample.teacher_logprobs, sample.teacher_top = source.teacher_logprobs, source.teacher_top
+                    if not any(source.completion_mask):
+                        sample.completion_mask = [False] * len(sample.completion_mask)
 
     async def score(self, samples: Sequence[tuple[TrainingSample, Rollout | None]], env: str = "") -> None:
         """Set `teacher_logprobs` of samples of an environment, and `teacher_top` if likeliest tokens are asked for.
@@ -241,9 +248,20 @@ class Teachers:
     async def _score(
         self, sample: TrainingSample, rollout: Rollout | None, teachers: Sequence[tuple[TeacherModelConfig, Teacher]]
     ) -> None:
-        scores = await asyncio.gather(
-            *(self._scores_of(teacher, config.hint, sample, rollout) for config, teacher in teachers)
-        )
+        try:
+            scores = await asyncio.gather(
+                *(self._scores_of(teacher, config.hint, sample, rollout) for config, teacher in teachers)
+            )
+        except _TooLong as error:
+            if rollout is None or not any(config.hint for config, _ in teachers):
+                raise
+            # The hint does not fit beside an answer that its own server has cut: one sample less, not the run.
+            get_logger().warning(f"A sample is not trained on, because its hint does not fit: {error}")
+            sample.completion_mask = [False] * len(sample.completion_mask)
+            sample.teacher_logprobs = [0.0] * (len(sample.prompt_ids) + len(sample.completion_ids))
+            if (top_k := teachers[0][0].top_k) is not None:
+                sample.teacher_top = TeacherTop(self._most_teachers(), top_k, b"", b"", b"")
+            return
         total = sum(config.weight for config, _ in teachers)
         weights = [config.weight / total for config, _ in teachers]
         columns = zip(*(each.logprobs for each in scores), strict=True)

@@ -7,6 +7,7 @@ bounds; flex attention takes a block mask that Transformers builds from the posi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -133,10 +134,19 @@ AttentionInterface.register(VARLEN, over_context(varlen_attention))
 AttentionMaskInterface.register(VARLEN, no_mask)
 
 
-def divide_flash_attention() -> None:
-    """Let Transformers' flash attention functions take the option `context`, as our own functions do."""
-    for kernel in ("flash_attention_2", "flash_attention_3"):
+def divide_kernel(kernel: str) -> None:
+    """Let the flash attention function of Transformers that a model runs take the option `context`, as our own do.
+
+    `kernel` is the name in the model's config: Transformers may have replaced a missing package by one of the hub.
+    """
+    if kernel not in (SDPA, EAGER, FLEX, VARLEN):
         AttentionInterface.register(kernel, over_context(ALL_ATTENTION_FUNCTIONS[kernel]))
+
+
+def reads_attention_functions(model: PreTrainedModel) -> bool:
+    """Whether the model's attention calls the function that its config names, with all arguments of the model."""
+    module = sys.modules[next(each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")).__module__]
+    return hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _model_class(model_config: PretrainedConfig) -> type[PreTrainedModel] | None:

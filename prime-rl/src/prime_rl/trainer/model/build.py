@@ -31,7 +31,14 @@ from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.model_files import unused_tensors
 from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.kernels.attention import EAGER, FLEX, SDPA, choose_attention, divide_flash_attention
+from prime_rl.trainer.kernels.attention import (
+    EAGER,
+    FLEX,
+    SDPA,
+    choose_attention,
+    divide_kernel,
+    reads_attention_functions,
+)
 from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.kernels.products import Products, use_lean_linears
@@ -126,6 +133,8 @@ def _check_divided(
 ) -> None:
     """Check rows that processes divide, in the one of the `layouts` that all rows will have. Collective."""
     name, kernel = type(model).__name__.removeprefix("FSDP"), model.config._attn_implementation
+    if not reads_attention_functions(model):
+        raise ModelError(f"model.cp: {name} has its own attention code, which cannot be divided")
     if kernel == FLEX:
         raise ModelError(f"model.cp: {name} runs with flex attention here, whose mask cannot be divided")
     if kernel in (SDPA, EAGER):
@@ -322,7 +331,7 @@ def setup_model(
     # A compiled block would have a graph for every number of sequences: there, each sequence has a row to itself.
     layers = StateLayers(model) if config.compile is None else None
     if mesh.context_axis is not None:
-        divide_flash_attention()
+        divide_kernel(model.config._attn_implementation)
     if layers and process.is_main:
         get_logger().info(f"Layers with a state: {layers.description}")
     prepare_blocks(model, config, process.device, is_random, layers)
@@ -418,6 +427,9 @@ def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
         raise ModelError(f"model.name = {config.name}: {fault}")
     if description.has_known_language_part:
         model_config = language_config(model_config)
+    # A model of the hub that was not in this machine's cache at the start is checked here.
+    if fault := ModelDescription(model_config.to_dict()).context_fault(config.cp):
+        raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
         layers = text.num_hidden_layers = min(config.debug.num_layers, text.num_hidden_layers)

@@ -165,13 +165,12 @@ def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
     """Whether the module that holds the layer at `path` computes with the layer's weight itself.
 
     Kernels of state spaces take the weights of some layers, such as Mamba's `dt_proj` and `out_proj`. Some of them run
-    on GPUs only, so that trying the layer out here would not tell.
+    on GPUs only, so that trying the layer out here would not tell. Mamba 2 passes `outproj_weight` to a kernel that
+    `StateLayers` keeps it from, if it is adapted.
     """
     parent, _, name = path.rpartition(".")
-    return (
-        re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape))", _source(model.get_submodule(parent)))
-        is not None
-    )
+    read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
+    return re.search(read, _source(model.get_submodule(parent))) is not None
 
 
 def _source(module: nn.Module) -> str:
