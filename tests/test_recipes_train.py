@@ -83,6 +83,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "allocation_mode": "eight GPUs",
     "monitor.mlflow": "a tracking server",
     'id = "blocker"': "an environment that the page only imagines",
+    "[reference]": "a model of the hub; prime-rl/tests/trainer/preferences has another reference",
     "model:./reward_model": "a reward model; examples/safe_advice trains with one",
     "my_rl:clipped": "tests/test_own_loss_page.py trains with it",
     "train.csv": "tests/test_choices_page.py trains on it",
@@ -102,9 +103,9 @@ ENVIRONMENTS_OF = {"gymnasium": "gymnasium", "reasoning-gym": "reasoning_gym"}
 
 def root_of_training(table: Mapping[str, Any]) -> type[SFTConfig]:
     """The root of a block of SFT, DPO or a reward model, which have a loss of their own."""
-    if "loss" not in table:
+    if "reference" not in table and not isinstance(table.get("loss"), dict):
         return SFTConfig
-    return RewardModelConfig if "center_rewards_coefficient" in table["loss"] else DPOConfig
+    return RewardModelConfig if "center_rewards_coefficient" in table.get("loss", {}) else DPOConfig
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Block:
     @property
     def kind(self) -> type[SFTConfig | OfflineEvalConfig | RLConfig]:
         """Blocks of RL are pieces of its sections, or keys that all runs share."""
-        if self.table.keys() & {"data", "eval"}:
+        if self.table.keys() & {"data", "eval", "reference"}:
             return root_of_training(self.table)
         return OfflineEvalConfig if self.table.keys() & {"env", "num_examples"} else RLConfig
 

@@ -220,7 +220,8 @@ def shaped_rewards(group: Group, config: NormalizedAdvantageConfig) -> list[floa
     if rule is None:
         return rewards
     lengths = [sum(len(call.completion_ids) for call in each.trace.calls) for each in group.rollouts]
-    if rule.target_tokens is not None:
+    if rule.kind == "target":
+        assert rule.target_tokens is not None, "checked by the config"
         return [
             reward - rule.weight * abs(length - rule.target_tokens)
             for reward, length in zip(rewards, lengths, strict=True)
