@@ -131,6 +131,7 @@ FORMULAS = [
         pair(-1, -3),
         -np.log(SIGMOID(np.log(np.exp(-0.5) / (1 - np.exp(-0.5))) - np.log(np.exp(-0.75) / (1 - np.exp(-0.75))))),
     ),
+    ({"type": "discopop", "beta": 1}, pair(-900, 0), 900.0),
 ]
 
 
@@ -251,6 +252,7 @@ def test_a_mismatched_answer_comes_from_another_prompt(tiny_model_dir: Path, tmp
         (100, 50, {}, "set desirable_weight to 0.50 up to 0.67, or undesirable_weight to 1.50 up to 2.00"),
         (20, 80, {}, "set desirable_weight to 4.00 up to 5.33, or undesirable_weight to 0.19 up to 0.25"),
         (0, 80, {}, "all 80 answers are bad"),
+        (100, 50, {"undesirable_weight": 0.0}, None),
     ],
 )
 def test_weights_that_do_not_balance_the_labels_are_told(
@@ -324,10 +326,9 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
     save_file(weights, moved / "model.safetensors", {"format": "pt"})
     file = written(tmp_path / "rows.jsonl", made_up(1100))
 
-    def reference(name: str | None) -> Reference:
-        config = DPOConfig(
-            model={"name": str(tiny_model_dir), "attn": "sdpa"}, data={"name": str(file), "seq_len": 32}, device="cpu"
-        )
+    def reference(name: str | None, **model: Any) -> Reference:
+        of_model = {"name": str(tiny_model_dir), "attn": "sdpa", **model}
+        config = DPOConfig(model=of_model, data={"name": str(file), "seq_len": 32}, device="cpu")
         config = config.model_copy(update={"reference": FrozenReferenceConfig(name=name)})
         assert isinstance(config.data, SFTDataConfig)
         stream = DatasetStream(config.data, tokenizer, mesh.data_axis)
@@ -352,7 +353,7 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
     assert 0 < int((before == 0).all(1).sum()) < 100
     assert torch.equal(reference_logprobs(model, stream, mesh, parts), whole)
     assert Parts(kept, {"of": "others"}, mesh).read(torch.zeros_like(whole))[0] == 0
-    parts.file.unlink()
+    parts.file.rename(parts.file.with_stem("data.part_1_of_2"))  # as of a start with other processes
     # A start after a failure reads what is complete, if data and weights are the same.
     first = reference(None)
     first.find(is_resumed=False)
@@ -362,10 +363,20 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
     again = reference(None)
     again.find(is_resumed=False)
     assert torch.equal(logprobs(again), whole)
-    # Another reference is loaded and freed before the trained model.
-    other = reference(str(moved))
+    # An adapter that training continues is part of the starting model.
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
+    continued = reference(None, lora={"path": str(adapter)})
+    continued.find(is_resumed=False)
+    assert continued.compared[0][0].reference is None
+    # Another reference is loaded and freed before the trained model. It gets none of the trained model's adapters.
+    other = reference(str(moved), adapter=str(adapter))
     other.find(is_resumed=True)
     assert not torch.allclose(logprobs(other), whole, atol=0.1)
+    without = reference(None)
+    without.find(is_resumed=True)
+    assert without.compared[0][0].reference is None
     other_tokens = tmp_path / "other"
     shutil.copytree(moved, other_tokens)
     text = (other_tokens / "tokenizer.json").read_text(encoding="utf-8")

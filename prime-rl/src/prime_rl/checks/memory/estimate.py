@@ -297,13 +297,16 @@ def estimate_sft(
 
 
 def _reference_notes(config: SFTConfig) -> list[str]:
-    """What the reference of preferences costs. It is computed with the memory of validation, which training exceeds."""
+    """What the reference of preferences costs. The starting model computes it with the memory of validation, which
+    training exceeds; another model may need more."""
     from prime_rl.configs.dpo import DPOConfig
 
     if not isinstance(config, DPOConfig) or not config.loss.needs_reference:
         return []
     other = config.reference.name
-    model, loaded = ("the starting model", "") if other is None else (other, "; it is loaded before the trained model")
+    model, loaded = ("the starting model", "")
+    if other is not None:
+        model, loaded = other, "; it is loaded before the trained model and freed, and its memory is not counted here"
     # Forward and backward take three times as long as forward alone.
     size = "16 bytes per row" if config.loss.is_unpaired else "8 bytes per pair"
     return [

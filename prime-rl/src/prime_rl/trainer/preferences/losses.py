@@ -157,7 +157,8 @@ def discopop(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
     """
     logits = config.beta * (pairs.chosen_ratio - pairs.rejected_ratio)
     mixed = torch.sigmoid(logits / 0.05)
-    return -(1 - mixed) * logsigmoid(logits) + mixed * torch.exp(-logits)
+    # m*exp(-x) with one exponential: for a very negative x, m is 0 and exp(-x) infinite.
+    return -(1 - mixed) * logsigmoid(logits) + torch.exp(logsigmoid(logits / 0.05) - logits)
 
 
 LOSSES: Mapping[str, Callable[[PairLogprobs, PreferenceLossConfig], Tensor]] = {

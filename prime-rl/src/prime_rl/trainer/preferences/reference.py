@@ -1,7 +1,7 @@
 """The reference of preferences: log-probabilities of every answer under the model that the run starts from, or another.
 
 They are computed once, before the first step, and no second model is held while the run trains. A new adapter changes
-nothing, so with LoRA the starting model is the one without its adapter.
+nothing, so with a new LoRA adapter the starting model is the one without it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from prime_rl.checks.adapters import adapter_folder
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.configs.dpo import DPOConfig
+from prime_rl.configs.model import ModelConfig
 from prime_rl.configs.trainer import TokenizerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
@@ -34,7 +36,7 @@ from prime_rl.trainer.sft.data.samples import DatasetStream, Sample
 from prime_rl.trainer.sft.resume import fingerprint_of
 from prime_rl.trainer.sft.validation import evaluating
 from prime_rl.utils.contents import sampled_digest
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import StartFault, one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -124,7 +126,8 @@ class Reference:
             return
         _check_tokenizer(self.config, name, self.tokenizer)
         own_beats().say("loading the reference")
-        self.compute_rest(setup_model(model.model_copy(update={"name": name, "lora": None}), self.mesh))
+        other = model.model_copy(update={"name": name, "adapter": None, "lora": None})
+        self.compute_rest(setup_model(other, self.mesh))
         gc.collect()  # a sharded model refers to itself
 
     def compute_rest(self, model: PreTrainedModel) -> None:
@@ -174,10 +177,9 @@ class Reference:
             get_logger().info(f"Reference: computed once in {elapsed_s:.1f}s; {size:.1f} MiB of host memory{kept}")
             if file is not None:
                 write_tensor(file, logprobs, labels)
-        if parts is not None:
-            if self.mesh.data_axis.data_size > 1:
-                dist.barrier()  # a part is needed until the whole is written
-            parts.file.unlink(missing_ok=True)
+                # The sum over the data ranks came after their last parts. Starts with other process counts left more.
+                for part in file.parent.glob(f"{file.stem}.part_*"):
+                    part.unlink(missing_ok=True)
         return logprobs
 
     def _rows(self, stream: DatasetStream) -> str:
@@ -187,13 +189,13 @@ class Reference:
     def _labels(self, stream: DatasetStream, *, with_weights: bool) -> dict[str, str]:
         """What the log-probabilities are of."""
         config = self.config
-        labels = {"fingerprint": str(fingerprint_of(stream.config, self.tokenizer).as_dict())}
-        if config.reference.name is not None:
-            labels["reference"] = config.reference.name
+        name = config.reference.name
+        labels = {"fingerprint": str(fingerprint_of(stream.config, self.tokenizer).as_dict()), "reference": name or ""}
         if with_weights:
             # Settings of the model count too: its dtype, a random initialization, a longer context.
-            settings = config.model.model_dump_json(exclude={"name", "lora"})
-            labels["weights"] = f"{_digest(config.reference.name or config.model.name)} {settings}"
+            settings = config.model.model_dump_json(exclude={"name", "adapter", "lora"})
+            adapters = _digests_of_adapters(config.model) if name is None else []
+            labels["weights"] = " ".join([_digest(name or config.model.name), *adapters, settings])
         return labels
 
 
@@ -204,6 +206,7 @@ class Parts:
         axis = mesh.data_axis
         self.file = whole.with_name(f"{whole.stem}.part_{axis.data_rank}_of_{axis.data_size}.safetensors")
         self.labels = labels
+        self.is_writer = axis.is_writer
         self.save_every_s = save_every_s
         self._saved_s = time.perf_counter()
 
@@ -224,7 +227,7 @@ class Parts:
 
     def keep(self, logprobs: Tensor, windows: int) -> None:
         """Write what is done, if the last time is long ago."""
-        if time.perf_counter() - self._saved_s >= self.save_every_s:
+        if self.is_writer and time.perf_counter() - self._saved_s >= self.save_every_s:
             write_tensor(self.file, logprobs, {**self.labels, "windows": str(windows)})
             self._saved_s = time.perf_counter()
 
@@ -245,6 +248,23 @@ def _digest(name: str) -> str:
         return f"{name} {snapshot_in_cache(name, default_hub_cache())}"
     files = sorted(each for each in folder.iterdir() if each.suffix in (".safetensors", ".bin", ".json"))
     return sampled_digest(files, 0)
+
+
+def _digests_of_adapters(model: ModelConfig) -> list[str]:
+    """What identifies the adapters that the starting model has: a merged one, and one that training continues.
+
+    Raises:
+        ModelError: there is none where the config says.
+    """
+    paths = {"model.adapter": model.adapter, "model.lora.path": None if model.lora is None else model.lora.path}
+    found = []
+    for key, path in paths.items():
+        if path is not None:
+            try:
+                found.append(f"{key} {_digest(str(adapter_folder(Path(path))))}")
+            except StartFault as fault:
+                raise ModelError(f"{key} = {path}: {fault}") from fault
+    return found
 
 
 def _check_tokenizer(config: DPOConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

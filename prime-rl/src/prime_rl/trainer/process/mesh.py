@@ -43,6 +43,11 @@ class DataAxis:
         return cls(own.index(rank), len(own), group)
 
     @property
+    def is_writer(self) -> bool:
+        """Whether it is this process, of those that share rows, that writes what all of them have."""
+        return self.group is None or 0 in dist.get_process_group_ranks(self.group)
+
+    @property
     def collective_group(self) -> dist.ProcessGroup | None:
         """The group for a collective of another module; None if there is only one data rank."""
         return (self.group or dist.group.WORLD) if self.data_size > 1 else None

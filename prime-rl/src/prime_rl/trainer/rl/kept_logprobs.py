@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from prime_rl.run.paths import OrchestratorPaths
@@ -31,8 +30,7 @@ class KeptLogprobs:
     def __init__(self, paths: OrchestratorPaths, data_axis: DataAxis) -> None:
         self.paths = paths
         self.data_rank = data_axis.data_rank
-        # Processes that share rows have equal values: one of them writes.
-        self.is_writer = data_axis.group is None or 0 in dist.get_process_group_ranks(data_axis.group)
+        self.is_writer = data_axis.is_writer
         self._places: list[tuple[list[int], int]] = []
         """Place and minibatch of each kept sequence."""
         self._values: list[Tensor] = []

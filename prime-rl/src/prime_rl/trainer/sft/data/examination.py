@@ -252,7 +252,9 @@ def label_worries(found: Examination, loss: PreferenceLossConfig) -> Iterator[st
         yield f"all {found.samples} answers are {kind}: no answer shows what the model should {other}"
         return
     product = loss.desirable_weight * good, loss.undesirable_weight * bad
-    if not 0.99 <= product[0] / max(product[1], 1e-9) <= 4 / 3 + 0.01:
+    if 0 in product:
+        return  # one kind of answer is left out on purpose
+    if not 0.99 <= product[0] / product[1] <= 4 / 3 + 0.01:
         desirable, undesirable = product[1] / good, product[0] / bad
         yield (
             f"{good} answers are good and {bad} bad, which with loss.desirable_weight = {loss.desirable_weight:g} and "
