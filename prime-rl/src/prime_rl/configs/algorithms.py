@@ -338,6 +338,15 @@ class PenaltiesConfig(BaseConfig):
             raise_faults(
                 [f"kl_importance has no effect with kl_in = {self.kl_in!r}, whose advantages the loss weights"]
             )
+        if self.kl_in != "loss" and self.kl_coef == 0:
+            raise_faults([f"kl_in = {self.kl_in!r} has no effect with kl_coef = 0: set it above 0"])
+        if self.kl_in != "loss" and self.sft_coef > 0:
+            raise_faults(
+                [
+                    f"kl_in = {self.kl_in!r} lowers the advantages by which sft_coef tells good rollouts: set kl_in to "
+                    "'loss', or sft_coef to 0"
+                ]
+            )
         if self.kl_target is not None and self.kl_coef == 0:
             raise_faults(["kl_target adapts kl_coef, which is 0: set it to the first weight, such as 0.01"])
         return self
@@ -392,6 +401,11 @@ class DefaultLossConfig(PenaltiesConfig):
             low, high = getattr(self, f"{mask}_low"), getattr(self, f"{mask}_high")
             if low >= high:
                 yield f"{mask}_low ({low}) must be below {mask}_high ({high})"
+        if self.kl_in != "loss" and self.adv_tau != 1:
+            yield (
+                f"adv_tau ({self.adv_tau:g}) would scale the KL penalty, which kl_in = {self.kl_in!r} adds to the "
+                "advantages: set it to 1, or kl_in to 'loss'"
+            )
 
 
 class CustomLossConfig(BaseConfig):
@@ -550,8 +564,11 @@ class RejectionConfig(BaseConfig):
             yield f"low ({self.low}) must be below high ({self.high})"
         if self.action == "clamp" and self.measure != "ratio":
             yield f"action = 'clamp' limits weights and needs measure = 'ratio' (got {self.measure!r})"
-        if self.measure == "ratio" and ((self.high or 2) <= 1 or (self.low or 0) < 0):
-            yield "measure = 'ratio' needs high above 1, and low at least 0: an unchanged policy has ratio 1"
+        high, low = 2.0 if self.high is None else self.high, self.low or 0.0
+        if self.measure == "ratio" and not (high > 1 > low >= 0):
+            yield "measure = 'ratio' needs high above 1, and low from 0 to below 1: an unchanged policy has ratio 1"
+        if self.measure in ("k2", "k3") and high <= 0:
+            yield f"measure = {self.measure!r} needs high above 0 (got {high:g}): an unchanged policy has 0"
 
 
 class DecoupledLossConfig(RatioLossConfig):

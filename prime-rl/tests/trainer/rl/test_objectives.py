@@ -176,12 +176,18 @@ def test_the_penalty_on_the_divergence_from_a_reference_has_the_value_and_gradie
         ({"kl_importance": True}, "no effect with kl_coef = 0"),
         ({"kl_target": 0.1}, "kl_target adapts kl_coef, which is 0"),
         ({"kl_importance": True, "kl_coef": 0.1, "kl_in": "token_reward"}, "no effect with kl_in = 'token_reward'"),
+        ({"kl_in": "sequence_reward"}, "kl_in = 'sequence_reward' has no effect with kl_coef = 0"),
+        ({"kl_in": "token_reward", "kl_coef": 0.1, "sft_coef": 0.1}, "the advantages by which sft_coef tells"),
+        ({"kl_in": "token_reward", "kl_coef": 0.1, "type": "default", "adv_tau": 0.5}, "adv_tau \\(0.5\\) would"),
+        ({"type": "decoupled", "rejection": {"high": 0.0}}, "needs high above 1"),
+        ({"type": "decoupled", "rejection": {"low": 1.5}}, "low from 0 to below 1"),
+        ({"type": "decoupled", "rejection": {"measure": "k3", "high": 0.0}}, "'k3' needs high above 0"),
         ({"kl_importance": True, "kl_coef": 0.1, "kl_estimator": "k1"}, "no effect with kl_estimator = 'k1'"),
     ],
 )
-def test_a_setting_of_the_penalty_without_effect_is_refused(settings: dict[str, object], fault: str) -> None:
+def test_a_setting_of_a_loss_that_cannot_work_is_refused(settings: dict[str, object], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
-        ClipLossConfig(**settings)
+        TrainerConfig(loss={"type": "clip", **settings})
 
 
 # Every loss: value and gradient against formulas written from the papers in float64, without the trainer's code.
@@ -466,16 +472,21 @@ def test_a_soft_gate_has_slope_one_at_ratio_one() -> None:
         assert losses_of(config, tokens) == pytest.approx([-2 / tau] * 4)
 
 
-def test_the_exact_entropy_bonus_is_subtracted_from_the_loss_with_its_gradient() -> None:
-    config = DefaultLossConfig(entropy_coef=0.5)
-    loss, bare = setup_loss(config), setup_loss(DefaultLossConfig())
+@pytest.mark.parametrize(("ratio_type", "divisors"), [("token", [1] * 8), ("sequence", [3] * 3 + [5] * 5)])
+def test_the_exact_entropy_bonus_is_subtracted_from_the_loss_with_its_gradient(
+    ratio_type: str, divisors: list[int]
+) -> None:
+    """With ratios of sequences it is a mean over the sequence's tokens, as the rest of the loss."""
+    bare = DefaultLossConfig(ratio_type=ratio_type)
+    loss, bare = setup_loss(bare.model_copy(update={"entropy_coef": 0.5})), setup_loss(bare)
     assert loss.trains_entropy
     entropy = torch.rand(8, dtype=torch.float64, requires_grad=True)
     inputs, layout = row_of(torch.tensor(LOGPROBS), entropy=entropy)
     with_bonus, without = (each.row_losses(inputs, layout).losses_S.sum() for each in (loss, bare))
-    assert (without - with_bonus).item() == pytest.approx(0.5 * entropy.sum().item())
+    expected = [0.5 / each for each in divisors]
+    assert (without - with_bonus).item() == pytest.approx((torch.tensor(expected) * entropy).sum().item())
     with_bonus.backward()
-    assert entropy.grad.tolist() == [-0.5] * 8
+    assert entropy.grad.tolist() == pytest.approx([-each for each in expected])
 
 
 @pytest.mark.parametrize("kl_in", ["token_reward", "sequence_reward"])

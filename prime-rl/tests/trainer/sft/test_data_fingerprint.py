@@ -38,12 +38,14 @@ def test_each_thing_that_changes_the_rows_is_named(file: Path, tokenizer: PreTra
     tokenizer.chat_template += "!"
     tokenizer.add_tokens(["<new>"])
     changed = SFTDataConfig(name=str(file), seq_len=64, loss_mask={"user": True})
+    changed.hold_pairs()
     lines = before.differences(fingerprint_of(changed, tokenizer))
     assert [line.split(" (")[0] for line in lines] == [
         "the contents of the data changed",
         "the tokenizer changed",
         "the chat template changed",
         "data.loss_mask.user was False and is True",
+        "loss.type trained on samples and now trains on pairs",
         "data.seq_len was 32 and is 64",
     ]
 

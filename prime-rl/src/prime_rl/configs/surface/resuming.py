@@ -115,6 +115,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "without it the reference is again the model that the run started from",
         "trainer.reference.reset_every",
     ),
+    _rule("applied", "with kl_target, the weight in the checkpoint goes on", "trainer.loss.kl_coef"),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
     _rule(
         "none",
@@ -229,6 +230,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     ),
     # Preferences.
     _rule("applied", "", "dpo.loss", "rm.loss"),
+    _rule("applied", "refused between losses of pairs, apo_zero_unpaired and kto, whose rows differ", "dpo.loss.type"),
     _rule("applied", "the log-probabilities are computed again under another reference", "dpo.reference"),
     # A whole RL run.
     _rule("attempt", "its values are in the components' sections, which are compared", "rl"),

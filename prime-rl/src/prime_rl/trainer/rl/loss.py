@@ -553,6 +553,8 @@ def default_losses(tokens: Tokens, config: DefaultLossConfig, kl: KLWeight | Non
     if config.ratio_type == "sequence":
         clipped = sequences.sum(log_ratio).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp().clamp(max=config.sequence_clip_high)
         weight = sequences.spread(clipped / sequences.lengths_S) * weight
+        # The policy term is a mean over the sequence's tokens, so penalties are one too.
+        to_losses = to_losses / sequences.spread(sequences.lengths_S)
     else:
         weight = ratio * weight
     # Select instead of multiplying by a mask: a dropped ratio may be infinite, and infinity times 0 is NaN.

@@ -64,7 +64,9 @@ class DataFingerprint:
         lines = [f"{what} changed ({was[:12]}, now {now[:12]})" for what, was, now in named if was != now]
         for key in sorted({*self.settings, *other.settings}):
             was, now = self.settings.get(key), other.settings.get(key)
-            if was != now:
+            if was != now and key == "rows":
+                lines.append(f"loss.type trained on {was or 'samples'} and now trains on {now or 'samples'}")
+            elif was != now:
                 lines.append(f"data.{key} was {was!r} and is {now!r}")
         return lines
 
