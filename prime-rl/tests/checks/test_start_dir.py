@@ -44,6 +44,18 @@ def test_a_relative_path_of_a_job_starts_in_its_project(tmp_path: Path) -> None:
     assert sft_faults(tmp_path, data={"name": "./rows.jsonl"}) == []
 
 
+def test_a_reward_model_in_the_directory_that_is_cleaned_is_an_input(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = f"model:{out / 'weights' / 'step_40'}"
+    (out / "weights" / "step_40").mkdir(parents=True)
+    for rewards, key in (([model, "math"], "rewards"), ([{"fn": model, "args": {"device": "tpu"}}], "rewards.0.fn")):
+        env = {"id": "rows", "args": {"rewards": rewards, "datasets": [{"path": "owner/rows"}]}}
+        values = {"data": {"name": "owner/data", "seq_len": 64}, "output_dir": out, "clean_output_dir": True}
+        of_reward, cleaned = sft_faults(**values, eval={"env": [env]})
+        assert ("device must be 'cpu' or such as 'cuda:3', got 'tpu'" in of_reward) == (key != "rewards")
+        assert f"eval.env.0.args.{key} = {model}: --clean-output-dir would delete it with {out}" in cleaned
+
+
 def test_packages_of_a_job_are_looked_for_only_in_an_environment_that_is_ours(tmp_path: Path) -> None:
     config = OfflineEvalConfig(environment_ids=["not-here"], output_dir=tmp_path)
     assert start_faults(config, tmp_path) == []

@@ -10,8 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from prime_rl.configs.sft import LossMaskConfig
 from prime_rl.environments.rewards.building import build
+from prime_rl.environments.rewards.model import token_ids_of
+from prime_rl.environments.rewards.pool import RewardError
 from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 
 
 @pytest.mark.slow
@@ -29,6 +33,8 @@ def test_rewards_are_those_of_transformers_from_one_process(tiny_model_dir: Path
         asked, answered = {"role": "user", "content": "ab" * at}, {"role": "assistant", "content": "d" * (9 - at)}
         rollouts.append(([asked], [answered]))
 
+    refused = ([{"role": "user", "content": "a"}], [{"content": "a message without a role"}])
+
     def expected(prompt: Any, completion: Any) -> float:
         if isinstance(prompt, str):
             ids = tokenizer(prompt + completion + tokenizer.eos_token, return_tensors="pt")["input_ids"]
@@ -41,10 +47,15 @@ def test_rewards_are_those_of_transformers_from_one_process(tiny_model_dir: Path
     one, other = build([spec], workers=1), build([spec, "exact_match"], workers=1)
     try:
 
-        async def scored() -> list[dict[str, float]]:
-            return await asyncio.gather(*(one.score(*each, {}) for each in rollouts))
+        async def scored() -> list[Any]:
+            scores = [one.score(*each, {}) for each in (*rollouts, refused)]
+            return await asyncio.gather(*scores, return_exceptions=True)
 
-        found = asyncio.run(scored())
+        # One conversation that fails does not fail those that are scored with it.
+        *found, fault = asyncio.run(scored())
+        assert isinstance(fault, RewardError)
+        assert str(fault).startswith("the chat template refuses the conversation: ")
+        assert "\n" not in str(fault)
         rewards = [each["reward_model"] for each in found]
         assert rewards == pytest.approx([expected(*each) for each in rollouts], abs=1e-5)
         assert found[0]["reward"] == pytest.approx(2 * rewards[0])
@@ -60,6 +71,45 @@ def test_rewards_are_those_of_transformers_from_one_process(tiny_model_dir: Path
         one.close()
         other.close()
     assert pool.processes() == []
+
+
+_TOOL = {"name": "dose", "description": "", "parameters": {}}
+_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% for message in messages %}"
+    "{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }} {{ call.function.arguments.mg }}{% endfor %}\n{% endfor %}"
+)
+
+
+def test_the_tokens_of_a_rollout_are_those_of_a_row_of_preferences(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    asked = [{"role": "user", "content": "how much?"}]
+    answered = [{"role": "assistant", "content": "ask"}]
+    # Verifiers' forms of tools and calls, with nulls, against OpenAI's.
+    theirs = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "name": "dose", "arguments": '{"mg": 5}'}],
+    }
+    function = {"name": "dose", "arguments": {"mg": 5}}
+    ours = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a", "function": function}]}
+    for template in (tokenizer.chat_template, _TEMPLATE):
+        tokenizer.chat_template = template
+        train = ConversationTokenizer(tokenizer, LossMaskConfig(), ignored_keys=["tools", "tool_calls"])
+        for rollout, row in (
+            ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}),
+            (
+                {"prompt": [{"role": "text", "content": "a"}], "completion": answered},
+                {"prompt": "a", "completion": "ask"},
+            ),
+            ({"prompt": "a", "completion": "b<|im_end|>"}, {"prompt": "a", "completion": "b<|im_end|>"}),
+            ({"prompt": asked, "completion": answered}, {"prompt": asked, "completion": answered}),
+            (
+                {"prompt": asked, "completion": [theirs], "tools": [{**_TOOL, "strict": None}]},
+                {"prompt": asked, "completion": [ours], "tools": [{"type": "function", "function": _TOOL}]},
+            ),
+        ):
+            assert token_ids_of(tokenizer, rollout) == train(row).token_ids.tolist()
 
 
 @pytest.mark.parametrize(

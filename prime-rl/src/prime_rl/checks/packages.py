@@ -77,11 +77,13 @@ def _option_faults(args: Mapping[str, Any], read: Callable[[Mapping[str, Any]], 
 
 def _reward_faults(config: RowsConfig, start: StartDir) -> Iterator[str]:
     lists = [config.rewards, *(each.rewards for each in (*config.datasets, *config.eval_datasets))]
-    for spec in {spec.fn: spec for specs in lists for spec in specs or ()}.values():
+    faults: dict[str, None] = {}  # several datasets may name the same reward
+    for spec in (spec for specs in lists for spec in specs or ()):
         try:
             resolve(spec, start.path)
         except RewardFault as fault:
-            yield f"rewards: {fault}"
+            faults[f"rewards: {fault}"] = None
+    yield from faults
 
 
 def _missing(key: str, name: str, start: StartDir) -> Iterator[str]:

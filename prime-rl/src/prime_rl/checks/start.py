@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,16 +124,24 @@ def _cleaned_inputs(config: RootConfig, start: StartDir) -> Iterator[str]:
     ckpt = getattr(config, "ckpt", None)
     if not getattr(config, "clean_output_dir", False) or (ckpt is not None and ckpt.resume_step is not None):
         return  # a run that resumes cleans nothing
+    from prime_rl.environments.rewards.registry import MODEL_PREFIX
+
     output_dir: Path = config.output_dir  # type: ignore[attr-defined]
     root = start.find(output_dir).resolve()
-    for key, value in leaves(config.model_dump()):
+    values = ((key, each) for key, value in leaves(config.model_dump()) for each in _each(value))
+    for key, value in values:
         if not isinstance(value, str | Path) or not str(value).strip("\0") or not _NO_INPUTS.isdisjoint(key):
             continue
-        path = start.find(value)
+        path = start.find(value.removeprefix(MODEL_PREFIX) if isinstance(value, str) else value)
         # In this order: `exists` raises for texts that are too long for a path, such as a template.
         if path.resolve().is_relative_to(root) and path.exists():
             fault = f"--clean-output-dir would delete it with {output_dir}: choose another output_dir"
             yield f"{dotted(key)} = {value}: {fault}"
+
+
+def _each(value: Any) -> Iterable[Any]:
+    """The items of a list that is no list of tables, such as the names of rewards; or the value itself."""
+    return value if isinstance(value, list) else (value,)
 
 
 def _shown(name: str) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl.environments.rewards.pool import RewardError, RewardPool, shared_pool
+from prime_rl.environments.rewards.pool import RewardError, RewardPool, RewardTimeout, WorkerEnded, shared_pool
 from prime_rl.environments.rewards.registry import RewardFault, model_fault
+from prime_rl.utils.conversations import plain_messages
+from prime_rl.utils.errors import one_line
 
 SCORES = f"{__name__}:scores"
 _MOST_WAITING = 256
@@ -21,37 +22,33 @@ _MOST_WAITING = 256
 _BATCH_TOKENS = 8192
 """Tokens, with padding, that the model computes at once."""
 
+_Waiting = tuple[dict[str, Any], asyncio.Future[float]]
+"""A conversation, and where its reward goes."""
+
 
 class RewardModel:
     """A reward model as the environment's process sees it."""
 
     def __init__(self, path: str, args: Mapping[str, Any], timeout_s: float) -> None:
-        """Start the worker, unless another environment has.
-
-        Raises:
-            RewardFault: an argument is unknown, or the device is none.
-        """
-        if unknown := args.keys() - {"device"}:
-            raise RewardFault(f"model:{path}: unknown argument {sorted(unknown)[0]!r}; there is device")
+        """Start the worker, unless another environment has. `args` are those that `resolve` has checked."""
         device = str(args.get("device", "cpu"))
-        if not re.fullmatch(r"cpu|cuda:\d+", device):
-            raise RewardFault(f"model:{path}: device must be 'cpu' or such as 'cuda:3', got {device!r}")
         # Of all GPUs, the worker sees one: its own process may see none.
         gpu = device.partition(":")[2]
         self.args = {"path": path, "device": "cuda" if gpu else "cpu"}
         self.timeout_s = timeout_s
         self.pool: RewardPool = shared_pool(1, owner=f"{path} {device}", env={"CUDA_VISIBLE_DEVICES": gpu})
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[float]]] = []
+        self._waiting: list[_Waiting] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def reward(self, prompt: Any, completion: Any) -> float:
-        """The reward of one rollout.
+    async def reward(self, prompt: Any, completion: Any, state: Mapping[str, Any]) -> float:
+        """The reward of one rollout. `state` has the tools that the policy was offered.
 
         Raises:
             RewardError: the model failed.
         """
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append(({"prompt": prompt, "completion": completion}, future))
+        tools = list(state.get("tool_defs") or ())
+        self._waiting.append(({"prompt": prompt, "completion": completion, "tools": tools}, future))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
         return await future
@@ -59,24 +56,35 @@ class RewardModel:
     async def _send(self) -> None:
         while self._waiting:
             sent, self._waiting = self._waiting[:_MOST_WAITING], self._waiting[_MOST_WAITING:]
-            conversations, futures = zip(*sent, strict=True)
-            args = {**self.args, "conversations": list(conversations)}
             try:
-                values = await asyncio.wrap_future(self.pool.call_many(SCORES, args, self.timeout_s))
-                for future, value in zip(futures, values, strict=True):
-                    if not future.done():
-                        future.set_result(value)
-            except RewardError as error:
-                _fail(futures, error)
+                await self._score(sent)
             except BaseException as error:
                 # Whatever failed: a rollout whose reward never comes would wait for ever.
-                _fail([*futures, *(future for _, future in self._waiting)], error)
+                _fail([*sent, *self._waiting], error)
                 self._waiting = []
                 raise
 
+    async def _score(self, sent: Sequence[_Waiting]) -> None:
+        """Score conversations. If that fails, score their halves, so that only those that fail alone have an error."""
+        args = {**self.args, "conversations": [conversation for conversation, _ in sent]}
+        try:
+            values = await asyncio.wrap_future(self.pool.call_many(SCORES, args, self.timeout_s))
+        except RewardError as error:
+            # After these two, another try may take minutes: up to the time limit, or to load the model again.
+            if len(sent) == 1 or isinstance(error, RewardTimeout | WorkerEnded):
+                _fail(sent, error)
+                return
+            middle = len(sent) // 2
+            for half in (sent[:middle], sent[middle:]):
+                await self._score(half)
+            return
+        for (_, future), value in zip(sent, values, strict=True):
+            if not future.done():
+                future.set_result(value)
 
-def _fail(futures: Sequence[asyncio.Future[float]], error: BaseException) -> None:
-    for future in futures:
+
+def _fail(waiting: Sequence[_Waiting], error: BaseException) -> None:
+    for _, future in waiting:
         if not future.done():
             future.set_exception(error)
 
@@ -85,13 +93,13 @@ def _fail(futures: Sequence[asyncio.Future[float]], error: BaseException) -> Non
 
 
 def scores(conversations: Sequence[Mapping[str, Any]], path: str, device: str) -> list[float]:
-    """The rewards of conversations, each of which has a `prompt` and a `completion`, as text or messages."""
+    """The rewards of conversations: each has a `prompt` and a `completion`, as text or messages, and maybe `tools`."""
     import torch
 
     model, tokenizer = _loaded(path, device)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # Cut at the end as training cuts it.
-    token_ids = [_token_ids(tokenizer, each)[:longest] for each in conversations]
+    token_ids = [token_ids_of(tokenizer, each)[:longest] for each in conversations]
     found = [0.0] * len(token_ids)
     with torch.inference_mode():
         for batch in _batches([len(each) for each in token_ids]):
@@ -137,19 +145,63 @@ def _loaded(path: str, device: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _token_ids(tokenizer: Any, conversation: Mapping[str, Any]) -> list[int]:
-    """The tokens of a conversation, as `medarc_train rm` makes them of a row of preferences."""
+def token_ids_of(tokenizer: Any, conversation: Mapping[str, Any]) -> list[int]:
+    """The tokens of a conversation, as `medarc_train rm` makes them of a row of preferences.
+
+    Raises:
+        RewardFault: there is no chat template, or it refuses the messages.
+    """
     prompt, completion = conversation["prompt"], conversation["completion"]
+    if isinstance(prompt, list) and prompt and all(message.get("role") == "text" for message in prompt):
+        # Verifiers' form of a plain text and its continuation.
+        prompt, completion = (
+            each if isinstance(each, str) else "".join(str(message.get("content") or "") for message in each or ())
+            for each in (prompt, completion)
+        )
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion
-        end = tokenizer.eos_token or ""
-        return list(tokenizer(text if text.endswith(end) else text + end)["input_ids"])
+        is_begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        return _ended(tokenizer, text, tokenizer(text, add_special_tokens=not is_begun)["input_ids"])
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
     answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion or [])
-    if tokenizer.chat_template is None:
+    template = tokenizer.chat_template
+    if template is None:
         raise RewardFault("the reward model's tokenizer has no chat template, and the rollout has messages")
-    messages = [{key: value for key, value in each.items() if value is not None} for each in asked + answered]
-    return list(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
+    messages = plain_messages(
+        [_with_openai_calls(each) for each in asked + answered], template if isinstance(template, str) else None
+    )
+    schemas = (
+        {key: value for key, value in tool.items() if value is not None} for tool in conversation.get("tools") or ()
+    )
+    tools = [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
+    except Exception as error:
+        raise RewardFault(f"the chat template refuses the conversation: {one_line(error)}") from error
+    # The chat template has already written the special tokens.
+    return _ended(tokenizer, text, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _with_openai_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have OpenAI's form. Those of verifiers lack the object `function`."""
+    calls = message.get("tool_calls") or ()
+    function = ("name", "arguments")
+    found = [
+        call
+        if "function" in call
+        else {"type": "function", "id": call.get("id"), "function": {key: call.get(key) for key in function}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": found or None}
+
+
+def _ended(tokenizer: Any, text: str, token_ids: Sequence[int]) -> list[int]:
+    """The tokens of a text, with an end token unless the text or its tokens end with a special one."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    ends_by_itself = text.rstrip().endswith((*special, *tokenizer.all_special_tokens))
+    end = tokenizer.eos_token_id
+    needs_none = ends_by_itself or end is None or list(token_ids[-1:]) == [end]
+    return list(token_ids) if needs_none else [*token_ids, end]
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
@@ -163,4 +215,4 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-__all__ = ["SCORES", "RewardModel", "note", "scores"]
+__all__ = ["SCORES", "RewardModel", "note", "scores", "token_ids_of"]

@@ -39,6 +39,10 @@ def default_workers() -> int:
     return min(8, max(1, usable_cpus() // 2))
 
 
+class WorkerEnded(RewardError):
+    """The worker process ended during a call."""
+
+
 class RewardPool:
     """`workers` processes, each with a thread that waits for its replies. Use `shared_pool` to share it."""
 
@@ -167,7 +171,7 @@ class _Slot(threading.Thread):
             cause = f"exit code {status}"
             if status is not None and status < 0:
                 cause = f"signal {signal.Signals(-status).name}"
-            raise RewardError(f"its worker process ended ({cause})") from None
+            raise WorkerEnded(f"its worker process ended ({cause})") from None
         if "error" in reply:
             raise RewardError("\n".join(filter(None, [reply.get("traceback", "").rstrip(), reply["error"]])))
         return reply["described"] if "described" in reply else reply["value"]

@@ -14,7 +14,7 @@ from prime_rl.utils.errors import UserError
 from prime_rl.utils.imports import module_and_name
 
 _PACKAGE = "prime_rl.environments.rewards"
-_MODEL = "model:"
+MODEL_PREFIX = "model:"
 DEFAULT_TIME_LIMIT_S = 15.0
 MODEL_TIME_LIMIT_S = 600.0
 """A rollout waits for those that the model scores before it."""
@@ -50,7 +50,7 @@ class RewardSpec(BaseModel):
     @field_validator("fn")
     @classmethod
     def _names_something(cls, fn: str) -> str:
-        if not re.fullmatch(rf"[\w-]+|\w+(\.\w+)*[.:]\w+|{_MODEL}.*/.*", fn):
+        if not re.fullmatch(rf"[\w-]+|\w+(\.\w+)*[.:]\w+|{MODEL_PREFIX}.*/.*", fn):
             raise ValueError(f"{fn!r} is neither a registered name nor `package.module:function` nor `model:PATH`")
         return fn
 
@@ -63,7 +63,7 @@ class RewardSpec(BaseModel):
     @property
     def model(self) -> str | None:
         """The path or hub id of a reward model; None for a function, such as one of a module `model`."""
-        return self.fn.removeprefix(_MODEL) if self.fn.startswith(_MODEL) and "/" in self.fn else None
+        return self.fn.removeprefix(MODEL_PREFIX) if self.fn.startswith(MODEL_PREFIX) and "/" in self.fn else None
 
     @property
     def is_registered(self) -> bool:
@@ -121,10 +121,10 @@ def resolve(spec: RewardSpec, folder: Path = Path()) -> tuple[str, float]:
     """Return `module:function` of a spec, and its time limit in seconds. Paths of models are relative to `folder`.
 
     Raises:
-        RewardFault: the name is not registered.
+        RewardFault: the name is not registered, there is no such reward model, or it takes no such argument.
     """
     if spec.model is not None:
-        if fault := model_fault(spec.model, folder):
+        if fault := _model_args_fault(spec) or model_fault(spec.model, folder):
             raise RewardFault(fault)
         return spec.fn, spec.timeout_s or MODEL_TIME_LIMIT_S
     if not spec.is_registered:
@@ -140,6 +140,15 @@ def resolve(spec: RewardSpec, folder: Path = Path()) -> tuple[str, float]:
             "a function of your own is `package.module:function`"
         )
     return registered.path, spec.timeout_s or registered.timeout_s
+
+
+def _model_args_fault(spec: RewardSpec) -> str | None:
+    if unknown := spec.args.keys() - {"device"}:
+        return f"{spec.fn}: unknown argument {sorted(unknown)[0]!r}; there is device"
+    device = str(spec.args.get("device", "cpu"))
+    if not re.fullmatch(r"cpu|cuda:\d+", device):
+        return f"{spec.fn}: device must be 'cpu' or such as 'cuda:3', got {device!r}"
+    return None
 
 
 def model_fault(path: str, folder: Path = Path()) -> str | None:
