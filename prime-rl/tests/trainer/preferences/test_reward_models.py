@@ -19,14 +19,16 @@ from prime_rl.configs.trainer import ModelConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.preferences.reward_model import Ranking
-from prime_rl.trainer.process.errors import BadRow
+from prime_rl.trainer.process.errors import BadRow, DataError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.sft.data.packer import lay_out
+from prime_rl.trainer.sft.data.pairs import margin_of
 from prime_rl.trainer.sft.data.samples import DatasetStream, as_bytes, from_bytes
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import forward_backward, sizes_of
 from prime_rl.trainer.sft.validation import packed
 from prime_rl.transport.loading import put_own
+from prime_rl.utils.conversations import RowFault
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 TRL = json.loads(Path(__file__).with_name("trl_rewards.json").read_text(encoding="utf-8"))
@@ -104,6 +106,9 @@ def test_a_row_scores_the_last_token_that_is_not_padding(tiny_model_dir: Path, t
     assert np.flatnonzero(row.is_trained).tolist() == [4, 8, 20, 30]
     assert (row.input_ids[[4, 8, 30]] == tokenizer.eos_token_id).all()
     assert np.flatnonzero(row.position_ids == 0).tolist()[:5] == [0, 5, 9, 21, 31]
+    stream = DatasetStream(data.model_copy(update={"overlong": "error"}), tokenizer, mesh.data_axis)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: 18 tokens, more than data.seq_len = 12"):
+        list(stream.own_share())
     # Transformers takes end tokens for padding if they pad.
     tokenizer.pad_token = tokenizer.eos_token
     assert np.flatnonzero(lay_out(samples(), 40, 12).is_trained).tolist() == [3, 7, 20, 29]
@@ -112,6 +117,18 @@ def test_a_row_scores_the_last_token_that_is_not_padding(tiny_model_dir: Path, t
         (2.0, pairs[0].padding_id, 0),
         (0.0, pairs[0].padding_id, 1),
     ]
+
+
+@pytest.mark.parametrize(("cell", "margin"), [("1.5", 1.5), (" ", 0.0), (None, 0.0), (2, 2.0), ("-1e-1", -0.1)])
+def test_a_margin_may_be_the_cell_of_a_table(cell: Any, margin: float) -> None:
+    assert margin_of({"margin": cell}) == margin
+
+
+@pytest.mark.parametrize("cell", ["nan", "inf", True, [1], "much" * 1000], ids=str)
+def test_a_margin_that_is_no_number_is_refused_in_one_line(cell: Any) -> None:
+    with pytest.raises(RowFault, match="`margin` must be a finite number, got ") as caught:
+        margin_of({"margin": cell})
+    assert len(str(caught.value)) < 150
 
 
 def test_a_margin_that_is_no_number_is_named_by_file_and_line(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ write them. Each answer becomes a row of SFT, so both are tokenized and masked a
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,14 @@ import numpy as np
 
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.utils.conversations import NamedRow, Row, RowFault, column_name, is_missing, listed
+from prime_rl.utils.terminal import cut_inside
 
 SIDES = ("chosen", "rejected")
 EXPECTED_PAIR = "`chosen` and `rejected`, with or without `prompt`"
 LABELLED_FORMATS = (("prompt", "completion", "label"), ("prompt", "response", "label"), ("messages", "label"), SIDES)
 EXPECTED_LABEL = "`prompt`, `completion` and `label`, `messages` and `label`, or `chosen` and `rejected`"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
+_SHOWN_CHARS = 80
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
@@ -143,7 +146,7 @@ def labelled_of(row: Row) -> list[tuple[Row, bool]]:
     label = row.get("label")
     known = label if isinstance(label, bool) else _LABELS.get(str(label).strip().lower().removesuffix(".0"))
     if known is None:
-        given = "is missing" if is_missing(label) else f"must be true or false, got {label!r}"
+        given = "is missing" if is_missing(label) else f"must be true or false, got {_shown(label)}"
         raise RowFault(f"`{column_name(row, 'label')}` {given}")
     answer = {name: value for name, value in row.items() if name != "label"}
     theirs = row.theirs if isinstance(row, NamedRow) else {}
@@ -203,17 +206,27 @@ def scores_are_flipped(row: Row) -> bool:
 
 
 def margin_of(row: Row) -> float:
-    """How much better the chosen answer is: the column `margin`, 0 without it.
+    """How much better the chosen answer is: the column `margin`, 0 without it or if the cell is empty.
 
     Raises:
         RowFault: it is not a finite number.
     """
     margin = row.get("margin")
-    if is_missing(margin):
+    if is_missing(margin) or (isinstance(margin, str) and not margin.strip()):
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {margin!r}")
-    return float(margin)
+    number = math.nan
+    if isinstance(margin, int | float | str) and not isinstance(margin, bool):
+        # Cells of a CSV file are texts.
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(margin)
+    if not math.isfinite(number):
+        raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {_shown(margin)}")
+    return number
+
+
+def _shown(cell: Any) -> str:
+    """A cell in a message, which is one line."""
+    return cut_inside(repr(cell), _SHOWN_CHARS)
 
 
 def _answer(row: Row, name: str) -> Any:
@@ -221,7 +234,7 @@ def _answer(row: Row, name: str) -> Any:
         raise RowFault(f"`{column_name(row, name)}` is missing")
     answer = listed(row[name])
     if not isinstance(answer, str | list):
-        raise RowFault(f"`{column_name(row, name)}` must be text or a list of messages, got {answer!r}")
+        raise RowFault(f"`{column_name(row, name)}` must be text or a list of messages, got {_shown(answer)}")
     if not (answer.strip() if isinstance(answer, str) else answer):
         raise RowFault(f"`{column_name(row, name)}` is empty")
     return answer

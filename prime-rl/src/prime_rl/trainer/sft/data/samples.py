@@ -190,12 +190,13 @@ class SampleMaker:
         longest = max(sequences, key=lambda each: each.inputs)
         is_overlong = longest.inputs > self._most_inputs
         if is_overlong and self.config.overlong == "error":
-            count = f"at least {longest.inputs}" if longest.is_cut else longest.inputs
+            tokens = longest.inputs + self._are_scored
+            count = f"at least {tokens}" if longest.is_cut else tokens
             raise DataError(
                 f"{entry.where}: {count} tokens, more than {self.config.section}.seq_len = {self.config.seq_len}, "
                 f'and {self.config.section}.overlong = "error"'
             )
-        of_sides = tuple(each.whole_inputs or each.inputs for each in sequences)
+        of_sides = tuple((each.whole_inputs or each.inputs) + self._are_scored for each in sequences)
         inputs = sum(of_sides)
         if is_overlong and self.config.overlong == "drop":
             return Made(None, "overlong", inputs, of_sides=of_sides)
