@@ -42,10 +42,12 @@ class Curve:
     """Metric of a second line."""
     per: str = ""
     """Metric to divide by."""
+    also: str = ""
+    """Metric of the same in runs that do not have the first: reward models have names of their own."""
 
     def read(self, run: RunHistory) -> Series:
         source = run.trainer if self.source == TRAIN else self.source
-        series = run.metrics.series(self.metric, source)
+        series = run.metrics.series(self.metric, source) or run.metrics.series(self.also, source)
         if self.per:
             divisors = run.metrics.series(self.per, source)
             series = {step: value / divisors[step] for step, value in series.items() if divisors.get(step)}
@@ -108,19 +110,15 @@ RL_CURVES = (
     RATE,
     GRADIENT,
 )
-ACCURACY = Curve("rewards/accuracies", TRAIN, "Pairs whose chosen answer has the higher reward", "%", scale=100)
-MARGIN = Curve("rewards/margins", TRAIN, "Margin of the rewards, chosen minus rejected")
-VALIDATION_ACCURACY = Curve("val/rewards/accuracies", TRAIN, f"Validation: {ACCURACY.title.lower()}", "%", scale=100)
-VALIDATION_MARGIN = Curve("val/rewards/margins", TRAIN, f"Validation: {MARGIN.title.lower()}")
-KL = Curve("kl", TRAIN, "KL from the reference, as KTO estimates it", "nats")
-RANKING_CURVES = (
-    replace(ACCURACY, metric="accuracy"),
-    replace(MARGIN, metric="margin"),
-    replace(VALIDATION_ACCURACY, metric="val/accuracy"),
-    replace(VALIDATION_MARGIN, metric="val/margin"),
+_IN_ORDER = "Pairs whose chosen answer has the higher reward"
+ACCURACY = Curve("rewards/accuracies", TRAIN, _IN_ORDER, "%", scale=100, also="accuracy")
+MARGIN = Curve("rewards/margins", TRAIN, "Margin of the rewards, chosen minus rejected", also="margin")
+VALIDATION_ACCURACY = Curve(
+    "val/rewards/accuracies", TRAIN, f"Validation: {_IN_ORDER.lower()}", "%", scale=100, also="val/accuracy"
 )
-"""The same of reward models."""
-PREFERENCE_CURVES = (ACCURACY, MARGIN, VALIDATION_ACCURACY, VALIDATION_MARGIN, KL, *RANKING_CURVES)
+VALIDATION_MARGIN = Curve("val/rewards/margins", TRAIN, f"Validation: {MARGIN.title.lower()}", also="val/margin")
+KL = Curve("kl", TRAIN, "KL from the reference, as KTO estimates it", "nats")
+PREFERENCE_CURVES = (ACCURACY, MARGIN, VALIDATION_ACCURACY, VALIDATION_MARGIN, KL)
 """A run of SFT has none of these metrics, and so none of the charts."""
 SFT_CURVES = (LOSS, VALIDATION, *PREFERENCE_CURVES, RATE, GRADIENT)
 SPEED_CURVES = (
@@ -138,14 +136,16 @@ def curves_of(kind: str) -> tuple[Curve, ...]:
 
 def training_charts(groups: Sequence[Group], kind: str) -> list[Chart]:
     """Reward, loss and the rest over steps."""
-    runs = [run for group in groups for run in group.runs]
-    is_compared = any({MARGIN.metric, "margin"} & set(run.metrics.names(run.trainer)) for run in runs)
-    # The loss of preferences is that of a pair or an answer, not of a token.
-    curves = [replace(each, unit="") if is_compared and each.unit == LOSS.unit else each for each in curves_of(kind)]
-    charts = [chart for curve in curves for chart in curve_chart(groups, curve)]
+    charts = [chart for curve in _with_units(curves_of(kind), groups) for chart in curve_chart(groups, curve)]
     if kind != "rl":
         return [*charts, *answer_charts(groups)]
     return [*charts[:1], *part_charts(groups), *charts[1:]]
+
+
+def _with_units(curves: Sequence[Curve], groups: Sequence[Group]) -> list[Curve]:
+    """Curves with the unit that a loss has in these runs. In preferences it is that of a pair or an answer."""
+    is_compared = any(MARGIN.read(run) for group in groups for run in group.runs)
+    return [replace(each, unit="") if is_compared and each.unit == LOSS.unit else each for each in curves]
 
 
 def curve_chart(groups: Sequence[Group], curve: Curve) -> list[Chart]:
@@ -313,10 +313,8 @@ _ROW_COUNTS = {
 def finals_table(groups: Sequence[Group], kind: str) -> Table | None:
     """Means at the end of the runs with standard errors: over runs if a label has several, otherwise over steps."""
     rows = []
-    for curve in {
-        "rl": (REWARD, ENTROPY, MISMATCH, LENGTH, TRUNCATED),
-        "sft": (LOSS, VALIDATION, ACCURACY, MARGIN),
-    }.get(kind, ()):
+    of_kind = {"rl": (REWARD, ENTROPY, MISMATCH, LENGTH, TRUNCATED), "sft": (LOSS, VALIDATION, ACCURACY, MARGIN)}
+    for curve in _with_units(of_kind.get(kind, ()), groups):
         title = f"{curve.title}, {curve.unit}" if curve.unit else curve.title
         rows.append((title, *(_final_cell(group, curve.read) for group in groups)))
     for name in dict.fromkeys(name for group in groups for run in group.runs for name in evaluation_names(run)):

@@ -61,7 +61,7 @@ def tiles(run: RunHistory, spending: Sequence[Spending], price: float | None) ->
     elif run.kind == "sft":
         found += _change("Loss", run, LOSS.read(run))
         found += _ends("Validation loss", VALIDATION.read(run))
-        found += _ends("Pairs in order", VALIDATION_ACCURACY.read(run) or ACCURACY.read(run))
+        found += _ends("Pairs in order", VALIDATION_ACCURACY.read(run) or ACCURACY.read(run), ACCURACY.unit)
     else:
         found += _scores(run)
     seconds = sum(each.seconds for each in spending)
@@ -128,15 +128,16 @@ def _change(title: str, run: RunHistory, series: object) -> list[Tile]:
     return [Tile(title, f"{short(found.first.mean, 3)} → {short(found.last.mean, 3)}", over)]
 
 
-def _ends(title: str, series: Series) -> list[Tile]:
+def _ends(title: str, series: Series, unit: str = "") -> list[Tile]:
     """First and last value of what a run measures a few times: a mean of several would hide how far it got."""
     values = finite(series)
     if not values:
         return []
     first, last = min(values), max(values)
     if first == last:
-        return [Tile(title, short(values[last], 3), f"at step {last}")]
-    return [Tile(title, f"{short(values[first], 3)} → {short(values[last], 3)}", f"at steps {first} and {last}")]
+        return [Tile(title, f"{short(values[last], 3)}{unit}", f"at step {last}")]
+    shown = f"{short(values[first], 3)}{unit} → {short(values[last], 3)}{unit}"
+    return [Tile(title, shown, f"at steps {first} and {last}")]
 
 
 def _scores(run: RunHistory) -> list[Tile]:

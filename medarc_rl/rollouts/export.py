@@ -106,10 +106,6 @@ class PairsExport:
             row if row["reward"] < worst["reward"] else worst,
         )
 
-    @property
-    def groups(self) -> int:
-        return len(self._groups)
-
     def rows(self) -> list[Row]:
         pairs: dict[str, Row] = {}
         for best, worst in self._groups.values():

@@ -18,7 +18,9 @@ from typer.testing import CliRunner, Result
 
 from medarc_rl import medarc_train
 from medarc_rl.report import write
-from medarc_rl.report.charts import Chart, Line, short, thinned
+from medarc_rl.report.charts import Chart, Line, group_runs, open_runs, short, thinned
+from medarc_rl.report.curves import finals_table
+from medarc_rl.report.facts import tiles
 from medarc_rl.report.write import LIBRARY, asset, island
 
 
@@ -343,6 +345,26 @@ def test_long_lines_are_thinned_to_means_and_the_page_says_so() -> None:
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert short(value) == text
+
+
+def test_headline_and_table_of_preferences_count_pairs_by_the_metrics_of_dpo_and_rm(tmp_path: Path) -> None:
+    places = []
+    for name, metrics in {"dpo": ("rewards/accuracies", "rewards/margins"), "rm": ("accuracy", "margin")}.items():
+        paths = make_run(tmp_path / name, kind="sft")
+        records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+        for step, record in enumerate(records):
+            record |= dict(zip(metrics, (0.5 + 0.04 * step, 0.2 * step), strict=True))
+        paths.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        places.append(paths.root)
+    runs = open_runs(places)
+    for run in runs:
+        assert ("Pairs in order", "50% → 94%") in [(tile.title, tile.value) for tile in tiles(run, [], None)]
+    table = finals_table(group_runs(runs, []), "sft")
+    assert table is not None
+    cells = {title: values for title, *values in table.rows}
+    assert "Loss" in cells
+    for title in ("Pairs whose chosen answer has the higher reward, %", "Margin of the rewards, chosen minus rejected"):
+        assert "–" not in cells[title]
 
 
 def test_a_run_of_preferences_shows_margins_and_both_answers(tmp_path: Path) -> None:

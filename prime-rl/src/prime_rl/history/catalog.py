@@ -42,8 +42,8 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes; of `dpo` and `rm`, the loss of a pair or answer"),
-    Metric("val/loss", "nats/token", "the same of the validation rows"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes, weighted with `loss = \"dft\"`; of `dpo` and `rm`, the loss of a pair or answer"),
+    Metric("val/loss", "nats/token", "the same of the validation rows, without weights"),
     Metric("val/perplexity", "", "its exponential; not of `dpo` and `rm`"),
     Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs, or over its good and its bad answers"),
     Metric("{,val/}rewards/margins", "", "`dpo`: chosen minus rejected reward"),
