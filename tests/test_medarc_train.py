@@ -85,10 +85,10 @@ def test_sft_is_handed_to_the_launcher(launches: Launches, sft_toml: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [("sft", "prime_rl.trainer.sft.preflight"), ("rl", "prime_rl.orchestrator.env_checks.examination")],
+    [("sft", ["prime_rl.trainer.sft.preflight", "sft"]), ("rl", ["prime_rl.orchestrator.env_checks.examination"])],
 )
 def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alone(
-    command: str, module: str, stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
+    command: str, module: list[str], stand_ins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
 ) -> None:
     stand_ins.add("python", says="4 samples")
     monkeypatch.setattr(sys, "executable", str(stand_ins.directory / "python"))
@@ -96,7 +96,7 @@ def test_a_preflight_reads_the_resolved_config_and_leaves_the_runs_directory_alo
     result = run(command, toml, "--output-dir", tmp_path / "out", "--preflight")
     assert result.exit_code == 0, result.output
     (call,) = [call for call in stand_ins.calls if "-m" in call["argv"]]
-    assert call["argv"][1:4] == ["-m", module, "@"]
+    assert call["argv"][1 : 3 + len(module)] == ["-m", *module, "@"]
     assert not (tmp_path / "out").exists()
 
 
