@@ -83,6 +83,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "allocation_mode": "eight GPUs",
     "monitor.mlflow": "a tracking server",
     'id = "blocker"': "an environment that the page only imagines",
+    "is_policy": "its hint names a column of one environment's rows; test_teachers.py fills it",
     "[reference]": "a model of the hub; prime-rl/tests/trainer/preferences has another reference",
     "model:./reward_model": "a reward model; examples/safe_advice trains with one",
     "my_rl:clipped": "tests/test_own_loss_page.py trains with it",
