@@ -187,7 +187,7 @@ def _export(options: RolloutsOptions) -> int:
 
 
 def _exported(option: str, options: RolloutsOptions) -> tuple[RolloutFilter, Export]:
-    """Which rollouts to read, and what to make of them."""
+    """Selects rollouts of a run, and what is made of them."""
     from medarc_rl.rollouts.export import KTOExport, PairsExport, SFTExport
 
     low, high, most = options.min_reward, options.max_reward, options.per_prompt

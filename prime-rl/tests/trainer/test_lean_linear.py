@@ -34,7 +34,7 @@ def drawn_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
 @needs_the_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 80), (80, 48)])
-@pytest.mark.parametrize("shape", [(37,), (1, 33), (2, 3, 5)])
+@pytest.mark.parametrize("shape", [(0,), (37,), (1, 33), (2, 3, 5)])
 @pytest.mark.parametrize("products", [ONEDNN, Products(plain_product, onednn_product, plain_product)])
 def test_a_lean_linear_layer_matches_the_plain_one_in_float64(
     products: Products, shape: tuple[int, ...], inputs: int, outputs: int, bias: bool

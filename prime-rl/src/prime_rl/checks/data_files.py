@@ -30,7 +30,7 @@ class Part:
     is_saved: bool = False
     """Written by `datasets` with `save_to_disk`; `files` is then everything that it wrote."""
     holds: HeldRows = "samples"
-    """What its rows are."""
+    """Kind of its rows: samples, pairs, or answers with labels."""
 
     @property
     def key(self) -> str:

@@ -140,7 +140,7 @@ def _cleaned_inputs(config: RootConfig, start: StartDir) -> Iterator[str]:
 
 
 def _each(value: Any) -> Iterable[Any]:
-    """The items of a list that is no list of tables, such as the names of rewards; or the value itself."""
+    """The items of a list of plain values, such as names of rewards; otherwise the value itself."""
     return value if isinstance(value, list) else (value,)
 
 

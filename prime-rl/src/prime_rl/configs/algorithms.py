@@ -305,9 +305,9 @@ class PenaltiesConfig(BaseConfig):
     """Weight the penalty in the loss by the token's importance ratio, so that stale samples do not bias it."""
 
     kl_in: Literal["loss", "token_reward", "sequence_reward"] = "loss"
-    """Where the penalty counts. `loss`: as `kl_estimator` says. `token_reward`: the estimates of a token and all after
-    it, under the policy that sampled them, lower its advantage. `sequence_reward`: those of the whole sequence do.
-    Both less their mean over the batch."""
+    """Where to apply the penalty. `loss`: to the loss, as `kl_estimator` says. `token_reward`: to the advantage of each
+    token, by the estimates of this token and those after it. `sequence_reward`: to the advantages of a sequence, by all
+    of its estimates. The last two are centred over the batch, and use the policy that sampled the tokens."""
 
     kl_target: float | None = Field(None, gt=0)
     """Divergence to hold, in nats per token as in `reference_kl/mean`. After each step, the weight of the penalty grows
@@ -530,7 +530,7 @@ class TruncatedLossConfig(RatioLossConfig):
 
 
 class RejectionConfig(BaseConfig):
-    """Which weights (policy at the start of the step / policy that sampled) a stale token or sequence may have."""
+    """Bounds of the weight of stale tokens or sequences: policy at the start of the step / policy that sampled."""
 
     level: Literal["token", "turn", "sequence"] = "token"
     """Weigh and reject each token, turn, or sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
 
@@ -123,9 +124,9 @@ class PreferenceConfig(SFTConfig):
                 self._hold(data)
         return self
 
+    @abstractmethod
     def _hold(self, data: SFTDataConfig) -> None:
         """Tell `data` what its rows are."""
-        raise NotImplementedError
 
     def _preference_faults(self) -> Iterator[str]:
         data = self.data

@@ -482,13 +482,15 @@ def test_two_processes_train_like_one_with_all_weights_and_with_an_adapter(
         output_dir=tmp_path,
     )
     dump_toml(config, tmp_path / "dpo.toml")
-    found = []
+    found = {}
     for processes, launcher in ((1, ()), (2, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))):
         command = [sys.executable, *launcher, SCRIPT, "@", tmp_path / "dpo.toml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        found.append(json.loads((tmp_path / f"{processes}.json").read_text()))
-    assert len(found[0]) == 12
-    for alone, together in zip(*found, strict=True):
-        assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
+        found[processes] = json.loads((tmp_path / f"{processes}.json").read_text())
+    assert len(found[1]["cp 1"]) == 12
+    assert found[2].keys() == {"cp 1", "cp 2"}
+    for of_two in found[2].values():
+        for alone, together in zip(found[1]["cp 1"], of_two, strict=True):
+            assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)

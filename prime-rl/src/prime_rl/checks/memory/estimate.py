@@ -22,7 +22,8 @@ from prime_rl.checks.memory.training import (
     loading_memory,
     peak_memory,
 )
-from prime_rl.configs.model import cpu_row_tokens
+from prime_rl.checks.model_description import STATE_LAYERS, ModelDescription
+from prime_rl.configs.model import ModelConfig, cpu_row_tokens
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.limits import usable_memory_bytes
@@ -276,7 +277,7 @@ def estimate_sft(
     """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
     cp = config.model.cp
-    row_tokens = -(-data.row_tokens // cp)
+    row_tokens = _own_tokens(data.row_tokens, config.model, shape)
     rows = max(1, data.batch_size // (data.micro_batch_size * max(1, processes // cp)))
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
@@ -296,9 +297,16 @@ def estimate_sft(
     return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
 
 
+def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
+    """Tokens of a row that a process computes. Layers with a state compute all of them, also with `cp`, so a model that
+    has such layers is counted as if all did."""
+    has_states = bool(ModelDescription(shape.config).layer_kinds & STATE_LAYERS)
+    return row_tokens if has_states else -(-row_tokens // model.cp)
+
+
 def _reference_notes(config: SFTConfig) -> list[str]:
-    """What the reference of preferences costs. The starting model computes it with the memory of validation, which
-    training exceeds; another model may need more."""
+    """The cost of the reference of preferences. The starting model needs less memory for it than for training; another
+    model may need more."""
     from prime_rl.configs.dpo import DPOConfig
 
     if not isinstance(config, DPOConfig) or not config.loss.needs_reference:
@@ -332,7 +340,7 @@ def estimate_rl(
     train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
     seq_len = trainer.model.seq_len
-    row_tokens = -(-_row_tokens(config, shapes[0], device) // trainer.model.cp)
+    row_tokens = _own_tokens(_row_tokens(config, shapes[0], device), trainer.model, shapes[0])
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )

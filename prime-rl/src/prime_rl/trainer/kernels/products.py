@@ -85,8 +85,12 @@ def plain_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def onednn_product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
-    """Compute `a @ b.T`, [N, M], without a gradient; in float32 on a CPU through oneDNN, if PyTorch has it."""
-    if not (a_NK.dtype == torch.float32 and a_NK.device.type == "cpu" and has_onednn_products()):
+    """Compute `a @ b.T`, [N, M], without a gradient; in float32 on a CPU through oneDNN, if PyTorch has it.
+
+    A process that scores no token of a divided row has no rows, which oneDNN's kernel refuses.
+    """
+    is_float32 = a_NK.dtype == torch.float32 and a_NK.device.type == "cpu"
+    if not (is_float32 and a_NK.numel() and has_onednn_products()):
         return plain_product(a_NK, b_MK)
     if len(a_NK) > len(b_MK) and not (a_NK.is_contiguous() or b_MK.is_contiguous()):
         # Weight gradients: the kernel is faster with the smaller operand first.

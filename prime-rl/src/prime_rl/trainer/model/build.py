@@ -65,7 +65,7 @@ from prime_rl.transport.loading import (
 )
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
+from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
 # The check at the start of a run: packed rows must have the results of plain Transformers.
 
@@ -353,12 +353,7 @@ def setup_model(
     else:
         leave_dropout_out(model)
     optional = [SequenceBlocks if is_separable else PrefixTree]
-    for path in bypassed_layers(model, partial(check_scoring, model, process.device, config.seq_len, optional)):
-        if hasattr(model.get_submodule(path), "lora"):
-            raise ModelError(
-                f"model.lora.target_modules: {path} cannot be adapted, because the model reads its weight without "
-                "calling the layer: remove its name"
-            )
+    check_scoring(model, process.device, config.seq_len, optional)
     if has_dropout:
         model.train()
     if is_random:

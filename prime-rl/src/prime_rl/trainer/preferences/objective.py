@@ -19,12 +19,12 @@ from prime_rl.trainer.rl.rows import Sequences
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.data.pairs import Labelled
 from prime_rl.trainer.sft.data.samples import Sample
-from prime_rl.trainer.sft.step import RowSums
+from prime_rl.trainer.sft.step import Objective, RowSums
 from prime_rl.trainer.sft.validation import evaluating, packed
 from prime_rl.transport.weights import to_device
 
 
-class Preferences:
+class Preferences(Objective):
     """The mean of the loss over pairs, and with an SFT term the mean cross-entropy of the chosen answers' tokens."""
 
     def __init__(self, config: PreferenceLossConfig, reference: Tensor | None = None) -> None:
@@ -40,9 +40,6 @@ class Preferences:
     def sizes(self, row: PackedRow) -> Sequence[int]:
         chosen_tokens = sum(pair.chosen.targets for pair in row.pairs)
         return (len(row.pairs), chosen_tokens)[: len(self.weights)]
-
-    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
-        """A pair's loss is its own."""
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         logprobs, counts = (each.view(-1, 2) for each in sequence_logprobs(model, row, device))
@@ -66,7 +63,7 @@ class Preferences:
         return to_device(self.reference[[pair.key for pair in row.pairs]], device)
 
 
-class Unpaired:
+class Unpaired(Objective):
     """KTO: the mean over single answers, good or bad, of a loss that compares each with the KL from the reference.
 
     The KL is estimated from prompts with answers of other rows, over all rows of a step, before the first of them is

@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.rm import RewardLossConfig
 from prime_rl.trainer.model.scoring import LogitsOf, score_tokens
-from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.sft.data.packer import PackedRow
-from prime_rl.trainer.sft.step import RowSums
+from prime_rl.trainer.sft.step import Objective, RowSums
 from prime_rl.transport.weights import to_device
 
 
-class Ranking:
+class Ranking(Objective):
     """The mean over pairs of -log sigma(r(w) - r(l) - margin), plus the coefficient times the mean of (r(w) + r(l))^2.
 
     With rewards r of the chosen answer w and the rejected one l (Bradley and Terry 1952; Touvron et al. 2023, Llama 2,
@@ -32,9 +31,6 @@ class Ranking:
 
     def sizes(self, row: PackedRow) -> Sequence[int]:
         return (len(row.pairs),)
-
-    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
-        """A pair's loss is its own."""
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         chosen, rejected = rewards_of(model, row, device).unbind(1)

@@ -311,11 +311,10 @@ def penalties(tokens: Tokens, config: PenaltiesConfig, coef: float) -> tuple[Ten
         difference = (tokens.logprobs - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         k3 = (-difference).exp() + difference - 1
         metrics["reference_kl"] = tokens.sequences.mean(k3.detach())
-        if config.kl_in != "loss":
-            pass  # `kl_in_rewards` has lowered the advantages
-        elif config.kl_estimator == "k1":
+        # With another `kl_in`, `kl_in_rewards` has lowered the advantages.
+        if config.kl_in == "loss" and config.kl_estimator == "k1":
             to_advantages = -coef * difference.detach()
-        else:
+        elif config.kl_in == "loss":
             divergence = k3 if config.kl_estimator == "k3" else difference.square() / 2
             if config.kl_importance:
                 divergence = divergence * importance_ratio(tokens.logprobs, tokens.inference_logprobs)

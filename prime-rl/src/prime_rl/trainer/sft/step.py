@@ -56,12 +56,13 @@ class Objective(Protocol):
     def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
         """Find what the loss of each row needs to know of all rows, before the first call of `sums`. A collective call:
         `rows` are this data rank's."""
+        return
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         """Run the row forward. Each rank calls it as often, because sharded weights are gathered together."""
 
 
-class CrossEntropy:
+class CrossEntropy(Objective):
     """SFT: the mean cross-entropy of the trained tokens, each perhaps weighted by its probability (DFT)."""
 
     weights = (1.0,)
@@ -71,9 +72,6 @@ class CrossEntropy:
 
     def sizes(self, row: PackedRow) -> Sequence[int]:
         return (int(row.is_trained.sum()),)
-
-    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
-        """A row's loss is its own."""
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         return RowSums((row_loss_sum(model, row, device, self.by_probability),))

@@ -201,8 +201,8 @@ def sides_of(row: Row) -> tuple[Row, Row]:
 
 def scores_are_flipped(row: Row) -> bool:
     """Whether UltraFeedback's scores of a pair say that the rejected answer is at least as good."""
-    chosen, rejected = row.get("score_chosen"), row.get("score_rejected")
-    return isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected
+    chosen, rejected = (_number(row.get(f"score_{side}")) for side in SIDES)
+    return chosen <= rejected  # False if a score is missing
 
 
 def margin_of(row: Row) -> float:
@@ -214,14 +214,18 @@ def margin_of(row: Row) -> float:
     margin = row.get("margin")
     if is_missing(margin) or (isinstance(margin, str) and not margin.strip()):
         return 0.0
-    number = math.nan
-    if isinstance(margin, int | float | str) and not isinstance(margin, bool):
-        # Cells of a CSV file are texts.
-        with contextlib.suppress(ValueError, OverflowError):
-            number = float(margin)
+    number = _number(margin)
     if not math.isfinite(number):
         raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {_shown(margin)}")
     return number
+
+
+def _number(cell: Any) -> float:
+    """The number in a cell, which is a text in a CSV file; NaN if it holds none."""
+    if isinstance(cell, int | float | str) and not isinstance(cell, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            return float(cell)
+    return math.nan
 
 
 def _shown(cell: Any) -> str:
