@@ -74,8 +74,11 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
     targets = _selected(named, linear)
     if len(named) < len(config.target_modules):
         head = model.get_output_embeddings()
-        called = {path: module for path, module in linear.items() if not _is_bypassed(path, model)}
-        targets |= {path: module for path, module in called.items() if module is not head}
+        targets |= {
+            path: module
+            for path, module in linear.items()
+            if module is not head and not _is_bypassed(path, model) and not _is_refused_by_peft(path, model)
+        }
     chosen = SelectedModules(
         {path: module for path, module in targets.items() if path not in saved},
         {path: module for path, module in _selected(config.target_modules, experts).items() if path not in saved},
@@ -171,6 +174,14 @@ def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
     parent, _, name = path.rpartition(".")
     read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
     return re.search(read, _source(model.get_submodule(parent))) is not None
+
+
+_MAMBA_FAMILIES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Families whose `out_proj` PEFT refuses to adapt, because a kernel may take its weight."""
+
+
+def _is_refused_by_peft(path: str, model: PreTrainedModel) -> bool:
+    return path.endswith(".out_proj") and model.config.model_type in _MAMBA_FAMILIES
 
 
 def _source(module: nn.Module) -> str:
@@ -433,14 +444,15 @@ def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, 
 def lost_in_peft(model: PreTrainedModel) -> str | None:
     """What PEFT does not load of an adapter; None if it loads all.
 
-    These are experts of a family whose format it does not know, and layers whose names it takes for the hub's.
+    These are experts of a family whose format it does not know, layers that it refuses to adapt, and layers whose names
+    it takes for the hub's.
     """
     if has_adapted_experts(model) and not _knows_experts(model):
         return "adapted experts"
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     for path in (path for path, module in model.named_modules() if part_of(model) is None and hasattr(module, "lora")):
         name = f"{path}.lora_A.weight"
-        if rename_source_key(name, renamings, [])[0] != name:
+        if _is_refused_by_peft(path, model) or rename_source_key(name, renamings, [])[0] != name:
             return path
     return None
 
