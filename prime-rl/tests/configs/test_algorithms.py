@@ -59,3 +59,26 @@ def test_dapo_without_a_longest_answer_says_what_it_lacks(rl) -> None:
 def test_a_lone_rollout_cannot_be_compared(rl_faults) -> None:
     (fault,) = rl_faults("--algorithm=grpo")
     assert "rollouts_per_example is 1" in fault
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trainer.critic.gamma=1"], "orchestrator.advantage.type = 'default' subtracts the mean of the group"),
+        (["--algorithm=ppo", "--orchestrator.advantage.scale=batch"], "orchestrator.advantage has scale = 'batch'"),
+        (["--algorithm=ppo", "--orchestrator.advantage.whiten"], "whiten = True: set trainer.critic.whiten instead"),
+        (["--algorithm=ppo", "--trainer.critic=null"], "'ppo' needs [trainer.critic]"),
+    ],
+)
+def test_a_critic_takes_rewards_as_they_are(rl_faults, options: list[str], words: str) -> None:
+    (fault,) = rl_faults(*options)
+    assert words in fault
+
+
+def test_a_critic_is_trained_like_its_policy_unless_the_config_says_otherwise(rl) -> None:
+    given = ["--algorithm=ppo", "--trainer.optim.lr=3e-5", "--trainer.optim.betas2=0.95"]
+    assert rl(*given).trainer.critic.optim == rl(*given).trainer.optim
+    own = rl(*given, "--trainer.critic.optim.lr=1e-4").trainer.critic.optim
+    assert (own.lr, own.betas2) == (1e-4, 0.95)
+    other = rl(*given, "--trainer.critic.optim.type=muon", "--trainer.critic.optim.lr=1e-4").trainer.critic.optim
+    assert (other.type, other.betas2) == ("muon", 0.95)

@@ -1,7 +1,7 @@
 """The choices that make an RL algorithm: the presets behind `algorithm`, the advantages, and the losses.
 
-A preset fills in keys of `trainer.loss`, `orchestrator.advantage` and `orchestrator.buffer` that the config leaves out,
-so the resolved config shows all of them and each can be overridden.
+A preset fills in keys of `trainer.loss`, `trainer.critic`, `orchestrator.advantage` and `orchestrator.buffer` that the
+config leaves out, so the resolved config shows all of them and each can be overridden.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ Algorithm = Literal[
     "icepop",
     "aipo",
     "loglinear_ppo",
+    "ppo",
 ]
 
 LOSS, ADVANTAGE, BUFFER = "trainer.loss", "orchestrator.advantage", "orchestrator.buffer"
+CRITIC = "trainer.critic"
 GROUP_NORMALIZED = {"type": "normalized", "baseline": "group", "scale": "group"}
 
 OVERLONG_SHARE = 5
@@ -156,6 +158,13 @@ PRESETS: Mapping[Algorithm, Mapping[str, Mapping[str, Any]]] = {
         },
         ADVANTAGE: GROUP_NORMALIZED,
         "trainer": {"minibatches": 4},
+    },
+    # Schulman et al. 2017, Proximal Policy Optimization Algorithms; Ouyang et al. 2022, InstructGPT: the critic turns
+    # rewards into advantages.
+    "ppo": {
+        LOSS: {"type": "clip", "clip_low": 0.2, "clip_high": 0.2, "average": "token"},
+        CRITIC: {"gamma": 1.0, "gae_lambda": 0.95},
+        ADVANTAGE: {"type": "normalized", "baseline": "none", "scale": "none"},
     },
 }
 

@@ -18,6 +18,7 @@ from prime_rl.configs.algorithms import (
     ReferenceConfig,
     TruncatedLossConfig,
 )
+from prime_rl.configs.critic import CriticConfig, critic_faults, follow_policy
 from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.model import (
     DEFAULT_VOCAB_CHUNK,
@@ -269,13 +270,17 @@ def training_faults(config: Any) -> Iterator[str]:
             "model.lora.path"
         )
     yield from _step_faults(config)
-    rate, min_rate = config.optim.lr, getattr(config.scheduler, "min_lr", 0.0)
-    if min_rate > rate > 0:
-        yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
+    yield from rate_faults(config.optim, config.scheduler)
     if config.memory_profiler_path is not None and config.device == "cpu":
         yield NO_MEMORY_PROFILE
     if config.optim.type == "muon" and config.model.fsdp_cpu_offload:
         yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
+
+
+def rate_faults(optim: OptimizerConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
+    if min_rate > rate > 0:
+        yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
 
 
 def _step_faults(config: Any) -> Iterator[str]:
@@ -286,7 +291,8 @@ def _step_faults(config: Any) -> Iterator[str]:
     if ckpt is not None and not ckpt.skip_progress and (faults := list(beyond_end(resume_step, config.max_steps))):
         yield from faults
     elif getattr(config, "num_epochs", None) is None:  # SFT finds the number of steps once it knows its data
-        yield from schedule_faults(config.scheduler, scheduled_steps(config.max_steps, ckpt, resume_step))
+        max_steps = getattr(config, "policy_steps", config.max_steps)
+        yield from schedule_faults(config.scheduler, scheduled_steps(max_steps, ckpt, resume_step))
 
 
 def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
@@ -316,6 +322,9 @@ class TrainerConfig(RootConfig):
 
     reference: ReferenceConfig | None = None
     """The reference model. None uses one only if `loss.kl_coef` is above 0."""
+
+    critic: CriticConfig | None = None
+    """PPO's critic. None uses the orchestrator's advantages."""
 
     distillation: DistillationConfig | None = None
     """Divergence from the teacher's distribution at each place. None leaves `loss.teacher_tau`, which compares the
@@ -397,6 +406,8 @@ class TrainerConfig(RootConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
+        if self.critic is not None:
+            follow_policy(self.critic, self)
         raise_faults([*training_faults(self), *self._faults()])
         fill_tokenizer(self.tokenizer, self.model)
         if self.model.lora is not None and self.model.lora.dropout > 0:
@@ -423,6 +434,13 @@ class TrainerConfig(RootConfig):
         lora = self.model.lora
         return "adapter" if lora is not None and lora.path is None and not lora.modules_to_save else "copy"
 
+    @property
+    def policy_steps(self) -> int | None:
+        """Number of steps that train the policy: all but those in which only the critic is trained."""
+        if self.max_steps is None or self.critic is None:
+            return self.max_steps
+        return max(0, self.max_steps - self.critic.warmup_steps)
+
     def _faults(self) -> Iterator[str]:
         if self.reference is not None and self.loss.type != "custom" and self.loss.kl_coef == 0:
             yield "reference has no effect with loss.kl_coef = 0: set it above 0, or remove [reference]"
@@ -437,6 +455,8 @@ class TrainerConfig(RootConfig):
                     f"reference.source = 'adapter' with model.lora.modules_to_save = {lora.modules_to_save}: the model "
                     "without adapters would hold their trained weights; use 'copy'"
                 )
+        if self.critic is not None:
+            yield from critic_faults(self, self.critic)
         if self.distillation is not None and self.model.cp > 1:
             yield f"[trainer.distillation] compares whole rows, and model.cp ({self.model.cp}) divides them: remove one"
         broadcast_nccl = self.weight_broadcast.type == "nccl"

@@ -328,6 +328,8 @@ LOSSES = {
         ),
         tokens_mean,
     ),
+    # The objective of PPO; its advantages are in test_critic.py.
+    "ppo": ("ppo", {}, lambda x, at: clip(np.exp(x - BEHAVIOUR), A, 0.2, 0.2), tokens_mean),
     "reject turns by their ratio": (
         "decoupled_ppo",
         {"rejection": {"level": "turn", "aggregate": "sum", "low": 0.4, "high": 2.0}},

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prime_rl.configs.shared import FileSystemTransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths, SamplesFile, stable_steps
-from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.trainer.process.errors import ResumeRefused, TrainerError
 from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
@@ -216,6 +216,57 @@ def test_a_reference_that_is_reset_and_a_weight_that_adapts_survive_a_resume(tmp
     for kl in kls[:3]:
         coefs.append(coefs[-1] * (1 + min(0.2, max(-0.2, kl / 0.01 - 1))))
     assert [coef for _, coef, *_ in whole] == pytest.approx(coefs)
+
+
+def records_of(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in RunPaths(out).metrics.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Three steps of a policy with adapters and a critic with all weights; the first trains the critic alone. The KL
+    divergence is in the rewards."""
+    model = ModelConfig(name=str(tiny_model_dir), attn="sdpa", seq_len=512, lora=LoRAConfig(rank=4))
+    settings = {
+        "model": model,
+        "loss": {"type": "clip", "kl_coef": 0.1, "kl_in": "token_reward"},
+        "critic": {"warmup_steps": 1, "optim": {"lr": 3e-3}, "value_clip": 0.001},
+        "minibatches": 2,
+        "optim": {"lr": 1e-2, "weight_decay": 0.5},
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for out, ends in ((whole, [3]), (resumed, [2, 3])):
+        send(out, 0, 1, 2)
+        for end in ends:
+            ckpt = {"interval": 2} | ({"resume_step": 2} if end != ends[0] else {})
+            train(config_of(out, tiny_model_dir, **settings, max_steps=end, ckpt=ckpt), RunPaths(out))
+    records = records_of(whole)
+    timeless = [
+        [{k: v for k, v in each.items() if not k.startswith(("time", "perf", "system"))} for each in records_of(out)]
+        for out in (whole, resumed)
+    ]
+    assert json.dumps(timeless[0]) == json.dumps(timeless[1])
+
+    first, second, *_ = records
+    assert first["critic/values/mean"] == first["critic/values/std"] == 0, "the new head is 0"
+    assert first["critic/lr"] == 3e-3
+    assert first["critic/explained_variance"] == 0
+    assert second["critic/values/std"] > 0
+    assert max(each["critic/is_clipped/mean"] for each in records) > 0, "the second minibatch meets other values"
+    kls = [each["reference_kl/mean"] for each in records]
+    assert kls[:2] == pytest.approx([0, 0], abs=1e-6), "nothing but the critic moved in the first step"
+    assert kls[2] > 1e-4
+
+    export = RunPaths(whole).weight(3) / "critic"
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(export, output_loading_info=True)
+    assert (loaded.config.num_labels, info["missing_keys"]) == (1, set())
+    assert loaded.score.weight.any()
+    one, two = (load_file(RunPaths(out).weight(3) / "critic" / "model.safetensors") for out in (whole, resumed))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+    settings.pop("critic")
+    with pytest.raises(ResumeRefused, match="holds critic and policy, and this config trains policy"):
+        train(config_of(whole, tiny_model_dir, **settings, max_steps=4, ckpt={"resume_step": 3}), RunPaths(whole))
 
 
 def test_an_engine_of_another_policy_ends_the_run_before_it_trains(tmp_path, tiny_model_dir) -> None:

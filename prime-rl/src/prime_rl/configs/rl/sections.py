@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithms import Algorithm
+from prime_rl.configs.critic import advantage_faults
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import division_fault
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -185,8 +186,8 @@ class SharedSettings(BaseConfig):
     """The model of trainer, orchestrator and inference. None keeps their own settings."""
 
     algorithm: Algorithm = "default"
-    """A published algorithm. Fills in keys of `trainer.loss`, `trainer.minibatches`, `orchestrator.advantage` and
-    `orchestrator.buffer` that the config leaves out. `default` fills in none."""
+    """A published algorithm. Fills in keys of `trainer.loss`, `trainer.minibatches`, `trainer.critic`,
+    `orchestrator.advantage` and `orchestrator.buffer` that the config leaves out. `default` fills in none."""
 
     max_steps: WholeNumber | None = None
     """Number of steps. None keeps the settings of trainer and orchestrator."""
@@ -271,6 +272,7 @@ def run_faults(run: RunSections, has_slurm: bool) -> Iterator[str]:
     if run.orchestrator.servers_sleep and run.inference is not None and not run.inference.enable_sleep_mode:
         yield "orchestrator.servers_sleep needs inference.enable_sleep_mode = true: the server would refuse to sleep"
     yield from _teacher_faults(run)
+    yield from advantage_faults(run.trainer.critic, run.orchestrator.advantage, run.algorithm)
     if isinstance(run.deployment, SingleNodeDeploymentConfig):
         yield from _port_faults(run)
 

@@ -115,6 +115,11 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "without it the reference is again the model that the run started from",
         "trainer.reference.reset_every",
     ),
+    _rule("applied", "adding or removing it is refused", "trainer.critic"),
+    _rule("none", "the weights are those of the checkpoint", "trainer.critic.name", "trainer.critic.lora.path"),
+    _rule("refused", _SHAPES, "trainer.critic.lora"),
+    _rule("applied", "", "trainer.critic.lora.dropout"),
+    _rule("refused", "the saved optimizer state is that of another optimizer", "trainer.critic.optim.type"),
     _rule("applied", "with kl_target, the weight in the checkpoint goes on", "trainer.loss.kl_coef"),
     _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
     _rule(

@@ -279,11 +279,11 @@ class CheckpointManager:
         return self._load_own(self.paths.trainer_checkpoint(step))["data"]
 
     def export(self, state: TrainState, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
-        """Write the policy to `OUT/weights/step_<n>`, unless `ckpt.weights` is off."""
+        """Write the policy, with its critic, to `OUT/weights/step_<n>`, unless `ckpt.weights` is off."""
         options, step = self.config.weights, state.progress.step
         if options is None:
             return
-        export = gather_export(state.policy.model, options, dtype)
+        export = gather_export(state.policy.model, options, dtype, state.models.get("critic"))
 
         def write() -> None:
             if self.process.is_main:

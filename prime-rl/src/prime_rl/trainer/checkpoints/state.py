@@ -83,7 +83,7 @@ def _sum_of_bits(weight: Tensor) -> int:
 
 
 Role = Literal["policy", "critic", "teacher", "reference"]
-"""Use of a model in a run. Both trainers have a policy only."""
+"""Use of a model in a run. RL may train a critic beside its policy."""
 
 
 @dataclass(slots=True)

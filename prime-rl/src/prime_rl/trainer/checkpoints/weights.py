@@ -34,6 +34,8 @@ from prime_rl.utils.files import replacing_directory
 SaveFormat = Literal["safetensors", "torch"]
 HUB_FILE_SIZE = "5GB"
 """The hub's limit for a file of weights."""
+CRITIC_DIRECTORY = "critic"
+"""Where a policy's export holds that of its critic."""
 _GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 """Names of these values in GPT-NeoX for Transformers 4; 5 still reads them."""
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
@@ -104,14 +106,19 @@ class Export:
     weights: dict[str, Tensor]
     dtype: torch.dtype
     """Dtype of the weights, except those that Transformers loads in float32."""
-    adapter: PeftAdapter | None
+    adapter: PeftAdapter | None = None
+    critic: tuple[PreTrainedModel, Export] | None = None
+    """The critic of the model and its own export, merged if it has adapters."""
 
 
-def gather_export(model: PreTrainedModel, config: WeightCheckpointConfig, dtype: torch.dtype) -> Export:
+def gather_export(
+    model: PreTrainedModel, config: WeightCheckpointConfig, dtype: torch.dtype, critic: PreTrainedModel | None = None
+) -> Export:
     """A copy of the tensors that `config` asks for, weights in `dtype`, on rank 0. Collective."""
     # In float32, so that training can continue from it. It is small.
     adapter = gather_adapter(model, torch.float32) if config.save_adapter_separately else None
-    return Export(gather_weights(model, dtype), dtype, adapter)
+    of_critic = None if critic is None else (critic, Export(gather_weights(critic, dtype), dtype))
+    return Export(gather_weights(model, dtype), dtype, adapter, of_critic)
 
 
 def export_model(
@@ -120,12 +127,14 @@ def export_model(
     target: Path,
     config: WeightCheckpointConfig,
     dtype: torch.dtype,
+    critic: PreTrainedModel | None = None,
 ) -> None:
     """Write a directory that `from_pretrained` loads. Collective.
 
     It holds weights in `dtype`, config, generation config, tokenizer, chat template and `STABLE`, and appears whole.
+    The `critic` is in a directory of the same kind in it.
     """
-    export = gather_export(model, config, dtype)
+    export = gather_export(model, config, dtype, critic)
     if dist.get_rank() == 0:
         write_export(export, model, tokenizer, target, config)
 
@@ -170,6 +179,9 @@ def write_export(
         save_tokenizer(tokenizer, scratch)
         if export.adapter is not None:
             save_adapter(export.adapter, scratch / ADAPTER_DIRECTORY)
+        if export.critic is not None:
+            critic, of_critic = export.critic
+            write_export(of_critic, critic, tokenizer, scratch / CRITIC_DIRECTORY, config)
         if marker is not None:
             (scratch / marker).touch()
 

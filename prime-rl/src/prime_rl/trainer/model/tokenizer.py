@@ -79,3 +79,15 @@ def load_error(key: str, name: str, error: Exception) -> str:
     # Also for a hub that cannot be reached, or that asks for a login; the reason tells these apart.
     missing = "no such directory, and not found in the model hub or its local cache: "
     return f"{key} = {name}: {missing if isinstance(error, OSError) else ''}{reason}"
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that pads the sequences of a reward model: the tokenizer's, or without one that which ends texts.
+
+    Raises:
+        ModelError: the tokenizer has neither.
+    """
+    for each in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(each, int):
+            return each
+    raise ModelError("the tokenizer has neither a padding token nor an end token, and a reward model needs one")

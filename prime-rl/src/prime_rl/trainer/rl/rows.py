@@ -35,6 +35,8 @@ class Sequences:
     cell_of_M: Tensor
     """Place of each token in a grid with one row per sequence, as wide as the longest."""
     longest: int
+    first_S: Tensor
+    """Index of the first token of each, among the M."""
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Self:
@@ -42,10 +44,11 @@ class Sequences:
         sequence_of = np.repeat(np.arange(len(counts)), counts)
         first_of = np.cumsum(counts) - counts
         cell_of = sequence_of * longest + np.arange(len(sequence_of)) - first_of[sequence_of]
-        numbers, sequence, cell = (
-            to_device(torch.from_numpy(each), device) for each in (counts.astype(np.float32), sequence_of, cell_of)
+        numbers, sequence, cell, first = (
+            to_device(torch.from_numpy(each), device)
+            for each in (counts.astype(np.float32), sequence_of, cell_of, first_of)
         )
-        return cls(numbers, sequence, cell, longest)
+        return cls(numbers, sequence, cell, longest, first)
 
     def __len__(self) -> int:
         return len(self.lengths_S)
@@ -58,6 +61,22 @@ class Sequences:
         """The sum over the tokens before each one in its sequence, [M]."""
         grid = self._grid(values_M, 0)
         return (grid.cumsum(1) - grid).flatten().index_select(0, self.cell_of_M)
+
+    def sum_from(self, values_M: Tensor, factor: float) -> Tensor:
+        """The sum of each token's value and those after it in its sequence, each later one times `factor` once more.
+
+        It doubles the tokens in the sum in each of log2(longest) rounds: all on the device, in a fixed order.
+        """
+        grid, width = self._grid(values_M, 0), 1
+        while width < self.longest:
+            grid = grid + factor**width * torch.nn.functional.pad(grid[:, width:], (0, width))
+            width *= 2
+        return grid.flatten().index_select(0, self.cell_of_M)
+
+    def following(self, values_M: Tensor) -> Tensor:
+        """The value of the token after each one in its sequence, and 0 for the last one, [M]."""
+        grid = torch.nn.functional.pad(self._grid(values_M, 0)[:, 1:], (0, 1))
+        return grid.flatten().index_select(0, self.cell_of_M)
 
     def mean(self, values_M: Tensor) -> Tensor:
         """[S]"""
@@ -95,6 +114,8 @@ class RowLayout:
     """Those with trained tokens."""
     turns: Sequences
     """Their turns: runs of trained tokens, between tokens of prompts and environments."""
+    turns_of: Sequences
+    """The sequences once more, as sequences of turns: a turn takes the place of a token."""
 
     @classmethod
     def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
@@ -102,9 +123,12 @@ class RowLayout:
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
         trained = to_device(loss_mask_T.nonzero().flatten(), device)
         sequences = Sequences.of_lengths([each for each in num_trained if each], device)
-        of_turns = [run for mask in loss_mask_T.split(lengths) for run in _runs(mask)]
-        turns = sequences if len(of_turns) == len(sequences) else Sequences.of_lengths(of_turns, device)
-        return cls(lengths, num_trained, trained, sequences, turns)
+        of_turns = [runs for mask in loss_mask_T.split(lengths) if (runs := _runs(mask))]
+        counts = [len(runs) for runs in of_turns]
+        turns = sequences
+        if max(counts, default=1) > 1:
+            turns = Sequences.of_lengths([run for runs in of_turns for run in runs], device)
+        return cls(lengths, num_trained, trained, sequences, turns, Sequences.of_lengths(counts, device))
 
 
 def _runs(mask_T: Tensor) -> list[int]:
@@ -125,6 +149,17 @@ def sequence_lengths(position_ids: Tensor) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimates:
+    """What a critic expects of a row at the start of a step, and what it shall expect, at P places.
+
+    Places are the M trained tokens, or the first tokens of the turns.
+    """
+
+    values_P: Tensor
+    returns_P: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A packed row of T tokens in one or more sequences. Tensors are [T] and on the model's device."""
 
@@ -134,6 +169,7 @@ class Row:
     """On the host, for `score_tokens`."""
     loss_mask: Tensor
     advantages: Tensor
+    """Until a critic has replaced them: what each token is worth, which is the reward of its sequence or call."""
     inference_logprobs: Tensor
     temperatures: Tensor
     teacher_logprobs: Tensor | None
@@ -151,6 +187,8 @@ class Row:
     """Log-probabilities under the reference model; None if the loss does not need them."""
     teacher_top: TopTokens | None = None
     """At the M trained tokens."""
+    estimates: Estimates | None = None
+    """A critic's; None without one."""
     kept_as: list[list[int] | None] | None = None
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
 from prime_rl.trainer.checkpoints.state import (
+    Role,
     TrainedModel,
     TrainState,
     check_changes,
@@ -28,18 +31,19 @@ from prime_rl.trainer.checkpoints.state import (
 )
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
-from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, is_classifier, setup_model
+from prime_rl.trainer.model.tokenizer import padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
-from prime_rl.trainer.process.errors import DivergedError, ResumeRefused, TrainerError
+from prime_rl.trainer.process.errors import DivergedError, ModelError, ResumeRefused, TrainerError
 from prime_rl.trainer.process.host_memory import return_freed_memory
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, SignalBox, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
+from prime_rl.trainer.rl.critic import Critic, explained_variance, start_at_zero
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
@@ -52,6 +56,9 @@ from prime_rl.utils.waiting import Wait, advice_on
 
 POLL_S = 0.02
 """Interval in seconds between polls for a batch. A small model's step takes a few tenths of a second."""
+
+_PREFIXES: Mapping[Role, str] = {"policy": "optim", "critic": "critic"}
+"""Where the metrics of a trained model's optimizer begin."""
 
 QUIET_S = 60.0
 """A batch may take a while: a wait for it is logged after this time."""
@@ -83,6 +90,7 @@ class Components:
     data_axis: DataAxis
     forward_backward: ForwardBackward
     kept: KeptLogprobs
+    critic: Critic | None
     parity: ParityGate
     broadcast: Broadcast
     checkpoints: CheckpointManager | None
@@ -182,13 +190,23 @@ class RLTrainer:
 
     def _train_step(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
         """Update the weights with a batch. Returns its number of tokens and, on rank 0, the metrics. Collective."""
-        step, lr = self.progress.step, float(self.components.state.policy.scheduler.get_last_lr()[0])
+        step, rates = self.progress.step, self._learning_rates()
         self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
         self.components.parity.check(rows, self.components.forward_backward, version=step)
-        values, sizes, grad_norms = MetricValues(), [], []
+        values, sizes, grad_norms, critic = (
+            MetricValues(),
+            [],
+            defaultdict[str, list[float]](list),
+            self.components.critic,
+        )
         if self.components.forward_backward.reference is not None:
             with self.times("reference_logprobs"):
-                rows = self.components.forward_backward.with_reference(rows)
+                rows = self.components.forward_backward.with_reference(rows, has_critic=critic is not None)
+        if critic is not None:
+            with self.times("critic_values"):
+                rows, of_critic = critic.with_advantages(rows)
+            values.extend(of_critic)
+        is_policy_trained = critic is None or not critic.is_warming_up(step)
         with self.times("forward_backward"):
             for minibatch in self._minibatches(rows):
                 self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
@@ -197,8 +215,13 @@ class RLTrainer:
                 if limit is not None:
                     minibatch = self.components.forward_backward.with_second_moment(minibatch, limit)
                 values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
-                grad_norms.append(self._update_weights())
-            self.components.state.policy.scheduler.step()
+                grad_norms["optim"].append(self._update_weights("policy", is_policy_trained))
+                if critic is not None:
+                    values.extend(critic.run(minibatch))
+                    grad_norms["critic"].append(self._update_weights("critic"))
+            for role, trained in self.components.state.trained.items():
+                if role != "policy" or is_policy_trained:
+                    trained.scheduler.step()
         with self.times("keep_logprobs"):
             self.components.kept.write(step)
         size = StepSize.total(sizes)
@@ -206,11 +229,13 @@ class RLTrainer:
         axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
         of_reference = self._after_step(values)
         recorded = {} if stats is None else stats.export(axis.collective_group)
+        gathered = values.gather(axis)
         return size.tokens, {
-            **training_metrics(values.gather(axis)),
-            "optim/lr": lr,
+            **training_metrics(gathered),
+            **explained_variance(gathered),
+            **{f"{name}/lr": rate for name, rate in rates.items()},
             # Before clipping, averaged over the step's optimizer updates.
-            "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+            **{f"{name}/grad_norm": sum(norms) / len(norms) for name, norms in grad_norms.items()},
             **of_reference,
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
@@ -237,16 +262,25 @@ class RLTrainer:
             rows = self.components.forward_backward.with_proximal(rows)
         return [[row for row in rows if row.minibatch == index] for index in range(count)]
 
-    def _update_weights(self) -> float:
-        """Clip and apply the gradient. Returns its norm before clipping."""
-        state = self.components.state
-        grad_norm = clip_gradients(state.policy.model, self.config.optim.max_norm)
+    def _learning_rates(self) -> dict[str, float]:
+        """The learning rate of each trained model, by the prefix of its metrics."""
+        trained = self.components.state.trained.items()
+        return {_PREFIXES[role]: float(each.scheduler.get_last_lr()[0]) for role, each in trained}
+
+    def _update_weights(self, role: Role, is_applied: bool = True) -> float:
+        """Clip the gradient, and apply it or, in the critic's warm-up, drop it. Returns its norm before clipping."""
+        trained, critic = self.components.state.trained[role], self.config.critic
+        optim, key, whose = self.config.optim, "optim", ""
+        if role == "critic" and critic is not None:
+            optim, key, whose = critic.optim, "critic.optim", "critic's "
+        grad_norm = clip_gradients(trained.model, optim.max_norm)
         if not math.isfinite(grad_norm):
             raise DivergedError(
-                f"the gradient of step {self.progress.step} is not finite: lower optim.lr or check the rewards"
+                f"the {whose}gradient of step {self.progress.step} is not finite: lower {key}.lr or check the rewards"
             )
-        state.policy.optimizer.step()
-        state.policy.optimizer.zero_grad()
+        if is_applied:
+            trained.optimizer.step()
+        trained.optimizer.zero_grad()
         return grad_norm
 
     def _report(self, tokens: int, metrics: dict[str, float]) -> None:
@@ -314,6 +348,7 @@ class RLTrainer:
             target,
             WeightCheckpointConfig(),
             components.export_dtype,
+            components.state.models.get("critic"),
         )
 
     def _finish(self) -> None:
@@ -393,9 +428,11 @@ def setup_components(
     model = setup_model(config.model, mesh, products=products)
     reference = setup_reference(config, model, mesh, products)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
-    scheduler = setup_scheduler(config.scheduler, optimizer, config.max_steps)
+    scheduler = setup_scheduler(config.scheduler, optimizer, config.policy_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
-    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
+    critic = setup_critic(config, tokenizer, mesh, products)
+    trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler)}
+    state = TrainState(trained if critic is None else {**trained, "critic": critic.trained})
     if reference is not None and reference.reset_every is not None:
         state.copies["reference"] = reference.model
     if checkpoints is not None and resume_step is not None:
@@ -411,6 +448,7 @@ def setup_components(
             model, loss, vocab_chunk_of(config.model), mesh, kept, reference, config.distillation
         ),
         kept=kept,
+        critic=critic,
         parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,
         checkpoints=checkpoints,
@@ -446,6 +484,40 @@ def setup_reference(
     )
     copied = setup_model(frozen, mesh, products=products).requires_grad_(False)
     return Reference(copied, is_trained=False, reset_every=reset_every)
+
+
+def setup_critic(
+    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, products: ProductChoice
+) -> Critic | None:
+    """The critic with its optimizer and schedule; None if the config has none. Collective.
+
+    It is laid out like the policy: sharded over the same processes, in the same dtypes.
+
+    Raises:
+        ModelError: its model cannot be a critic.
+    """
+    critic = config.critic
+    if critic is None:
+        return None
+    own: dict[str, Any] = {"lora": critic.lora, "language_model_only": False}
+    if critic.name is not None:
+        own |= {"name": critic.name, "adapter": None, "freeze_moe_router": False}
+    valued = config.model.model_copy(update=own)
+    try:
+        model = setup_model(valued, mesh, products=products, is_scored=True)
+    except ModelError as error:
+        raise ModelError(f"[trainer.critic]: {error}") from error
+    is_new = config.model.debug.random_init or not is_classifier(model.config)
+    if is_new:
+        start_at_zero(model)
+    if mesh.process.is_main:
+        head = "a new head" if is_new else "its own head"
+        get_logger().info(f"Critic: {valued.name} with {head}, {'LoRA' if critic.lora else 'all weights'} trained")
+    # So that Transformers finds the last token of its exports.
+    model.config.get_text_config().pad_token_id = padding_id(tokenizer)
+    optimizer = setup_optimizer(critic.optim, model, config.model.optim_cpu_offload)
+    scheduler = setup_scheduler(critic.scheduler, optimizer, config.max_steps)
+    return Critic(TrainedModel(model, optimizer, scheduler), critic, mesh)
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.lora import without_adapters
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
+from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import Loss, LossInputs, kl_in_rewards, largest_kept_square
 from prime_rl.trainer.rl.metrics import MetricValues
@@ -94,6 +95,19 @@ MAX_WHOLE_GRADIENT_BYTES = 2**30
 for every row but the last (a seventh of a step with two CPU processes and 12.6M parameters) but costs memory."""
 
 
+def trained_rows(model: PreTrainedModel, rows: Sequence[Row], process: Process) -> Iterator[Row]:
+    """The rows of an update. Run forward and backward on each before taking the next; the last one's backward pass
+    reduces the gradients. Collective."""
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    reduces_once = process.world_size > 1 and gradient_bytes <= MAX_WHOLE_GRADIENT_BYTES
+    for index, row in enumerate(accumulated(model, rows, process), start=1):
+        own_beats().tick()
+        if reduces_once:
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(index == len(rows))
+        yield row
+
+
 class ForwardBackward:
     """Accumulates the gradient of an update's loss, and collects metrics per token and per sequence."""
 
@@ -115,18 +129,12 @@ class ForwardBackward:
         self.vocab_chunk = vocab_chunk
         self.process = mesh.process
         self.data_axis = mesh.data_axis
-        gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._reduces_once = mesh.process.world_size > 1 and gradient_bytes <= MAX_WHOLE_GRADIENT_BYTES
 
     def run(self, rows: Sequence[Row], size: StepSize) -> MetricValues:
         """Accumulate the gradient of the mean loss in the parameters' `grad`, and return the metrics. Collective."""
         values = MetricValues()
         divisor = size.divisor(self.loss)
-        for index, row in enumerate(accumulated(self.model, rows, self.process), start=1):
-            own_beats().tick()
-            if self._reduces_once:
-                assert isinstance(self.model, FSDPModule)
-                self.model.set_requires_gradient_sync(index == len(rows))
+        for row in trained_rows(self.model, rows, self.process):
             logprobs, entropy, divergence = score_beside_teacher(
                 self.model, row, self._targets(row), self.vocab_chunk, self.loss.trains_entropy, self._beta(row)
             )
@@ -185,8 +193,11 @@ class ForwardBackward:
         dropped = [values > cutoff for values in squares]
         return [dataclasses.replace(row, is_dropped=own) for row, own in zip(rows, dropped, strict=True)]
 
-    def with_reference(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with `reference_logprobs`. Collective."""
+    def with_reference(self, rows: Sequence[Row], *, has_critic: bool = False) -> list[Row]:
+        """Return the rows with `reference_logprobs`, and the divergence in their advantages if `kl_in` says so.
+
+        With a critic, these are still what tokens are worth. Collective.
+        """
         assert self.reference is not None
         scored = []
         for row in rows:
@@ -198,11 +209,11 @@ class ForwardBackward:
             self.reference.model.reshard()
         rows = [dataclasses.replace(row, reference_logprobs=own) for row, own in zip(rows, scored, strict=True)]
         is_paid = self.loss.penalties is not None and self.loss.penalties.kl_in != "loss"
-        return self._with_kl_in_rewards(rows) if is_paid else rows
+        return self._with_kl_in_rewards(rows, is_centred=not has_critic) if is_paid else rows
 
-    def _with_kl_in_rewards(self, rows: Sequence[Row]) -> list[Row]:
+    def _with_kl_in_rewards(self, rows: Sequence[Row], *, is_centred: bool) -> list[Row]:
         """Lower the advantages by the divergence from the reference, less its mean over the tokens of the batch, which
-        is a baseline as the group's mean is for the other rewards. Collective."""
+        is a baseline as the group's mean is for the other rewards. A critic learns its own. Collective."""
         assert self.loss.penalties is not None
         assert self.loss.kl is not None
         paid = []
@@ -211,7 +222,7 @@ class ForwardBackward:
             paid.append(kl_in_rewards(row.inference_logprobs, row.reference_logprobs, row.layout, self.loss.penalties))
         own = [sum(values.double().sum().item() for values in paid), sum(values.numel() for values in paid)]
         total, tokens = self.data_axis.sum(own, self.process.device)
-        baseline, coef = total / max(tokens, 1), self.loss.kl.coef
+        baseline, coef = total / max(tokens, 1) if is_centred else 0.0, self.loss.kl.coef
         return [
             dataclasses.replace(
                 row, advantages=row.advantages.index_add(0, row.layout.trained_M, values - baseline, alpha=-coef)

@@ -1,0 +1,121 @@
+"""PPO's critic: `[trainer.critic]` of RL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from prime_rl.configs.algorithms import DefaultAdvantageConfig, NormalizedAdvantageConfig
+from prime_rl.configs.model import LoRAConfig
+from prime_rl.configs.optim import (
+    AdamWConfig,
+    ConstantSchedulerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    schedule_faults,
+)
+from prime_rl.configs.ranges import Fraction, WholeNumber
+from prime_rl.utils.pydantic_config import BaseConfig, derive
+
+if TYPE_CHECKING:
+    from prime_rl.configs.algorithms import AdvantageConfig, Algorithm
+    from prime_rl.configs.trainer import TrainerConfig
+
+
+class CriticConfig(BaseConfig):
+    """A second model that learns the return of each token, and turns rewards into advantages (PPO with GAE)."""
+
+    name: str | None = None
+    """Model that the critic starts from: a language model, which gets a new head `score`, or a reward model with the
+    policy's tokenizer. None is `model.name`."""
+
+    lora: LoRAConfig | None = None
+    """Train adapters of the critic, and its head. None trains all of its weights, also beside a policy with LoRA."""
+
+    optim: OptimizerConfig = AdamWConfig()
+    """The critic's optimizer. Keys that are left out are those of `trainer.optim`, unless the types differ."""
+
+    scheduler: SchedulerConfig = ConstantSchedulerConfig()
+    """The critic's learning rate schedule. Keys that are left out are those of `trainer.scheduler`, unless the types
+    differ."""
+
+    gamma: Fraction = 1.0
+    """Discount of the reward for each token, or for each turn: `gamma` in TRL, `discount` in AReaL."""
+
+    gae_lambda: Fraction = 0.95
+    """1: advantages are returns minus values, without bias. 0: they compare with the next value only, with the least
+    variance. `lam` in TRL."""
+
+    level: Literal["token", "turn"] = "token"
+    """What one step of GAE is. `token`: every token has a value. `turn`: a turn, one answer of the model, has the value
+    before its first token, and all of its tokens have its advantage."""
+
+    value_clip: float | None = Field(0.2, gt=0)
+    """Largest change of a value within a step that lowers its loss: `cliprange_value` in TRL, the critic's `eps_clip`
+    in AReaL. Values change within a step only with `trainer.minibatches` above 1. None clips none."""
+
+    whiten: bool = True
+    """Normalise the advantages of the tokens of a batch by their mean and standard deviation."""
+
+    warmup_steps: WholeNumber = 0
+    """Number of first steps in which only the critic is trained: `critic_warmup` in verl. The policy's schedule starts
+    after them."""
+
+
+def follow_policy(critic: CriticConfig, trainer: TrainerConfig) -> None:
+    """Fill in what the config leaves out of the critic's optimizer and schedule from those of the policy."""
+    for name in ("optim", "scheduler"):
+        own, policys = getattr(critic, name), getattr(trainer, name)
+        if name not in critic.model_fields_set:
+            derive(critic, f"that of trainer.{name}", **{name: policys})
+        elif type(own) is type(policys):
+            left_out = {key: value for key, value in policys if key not in own.model_fields_set}
+            if left_out:
+                derive(own, f"that of trainer.{name}", **left_out)
+
+
+def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]:
+    """Settings of the trainer that a critic excludes."""
+    loss = trainer.loss
+    if loss.type != "custom" and loss.sft_coef > 0:
+        yield "loss.sft_coef tells good rollouts by their advantage, and those of [critic] are of tokens: set it to 0"
+    if loss.type == "default" and loss.adv_tau == 0:
+        yield "loss.adv_tau = 0 leaves out the advantages of [critic]: set it above 0, or remove [critic]"
+    if trainer.model.tp > 1:
+        yield f"[critic] with model.tp ({trainer.model.tp}): a divided critic is not supported; set model.tp to 1"
+    if trainer.max_steps is None:
+        return
+    if critic.warmup_steps >= trainer.max_steps > 0:
+        yield (
+            f"critic.warmup_steps ({critic.warmup_steps}) leaves none of max_steps = {trainer.max_steps} to train the "
+            "policy"
+        )
+    else:
+        yield from (f"[critic]: {fault}" for fault in schedule_faults(critic.scheduler, trainer.max_steps))
+
+
+def advantage_faults(
+    critic: CriticConfig | None, advantage: AdvantageConfig | None, algorithm: Algorithm
+) -> Iterator[str]:
+    """What the orchestrator does with rewards that a critic needs as they are."""
+    if critic is None:
+        if algorithm == "ppo":
+            yield "algorithm = 'ppo' needs [trainer.critic]: without it the rewards themselves would be the advantages"
+        return
+    advice = "set algorithm = 'ppo', or baseline and scale to 'none'"
+    if isinstance(advantage, DefaultAdvantageConfig):
+        yield (
+            "[trainer.critic] is the baseline, and orchestrator.advantage.type = 'default' subtracts the mean of the "
+            f"group: {advice} of the type 'normalized'"
+        )
+    elif isinstance(advantage, NormalizedAdvantageConfig):
+        wrong = [key for key in ("baseline", "scale") if getattr(advantage, key) != "none"]
+        wrong += ["whiten"] if advantage.whiten else []
+        if wrong:
+            given = " and ".join(f"{key} = {getattr(advantage, key)!r}" for key in wrong)
+            yield (
+                f"[trainer.critic] needs the rewards as they are, and orchestrator.advantage has {given}: "
+                f"{'set trainer.critic.whiten instead' if wrong == ['whiten'] else advice}"
+            )
