@@ -118,9 +118,9 @@ def test_any_text_is_an_allocation_or_one_line(text: str) -> None:
 
 def test_it_sets_the_keys_of_an_rl_run() -> None:
     with recorded_derivations() as derived:
-        config = load_config(RLConfig, overrides={"allocation_mode": "vllm:d2t2+fsdp:d2c2"})
+        config = load_config(RLConfig, overrides={"allocation_mode": "vllm:d2t2+fsdp:d1c2t2"})
     assert config.inference is not None
-    assert config.trainer.model.cp == 2
+    assert (config.trainer.model.cp, config.trainer.model.tp) == (2, 2)
     assert (config.deployment.num_infer_gpus, config.deployment.num_train_gpus) == (4, 4)
     assert (config.inference.parallel.dp, config.inference.parallel.tp) == (2, 2)
     assert ("deployment.num_train_gpus", "allocation_mode") in [(each.key, each.because) for each in derived]
@@ -138,8 +138,8 @@ def test_a_trainer_alone_uses_running_servers() -> None:
 
 
 def test_it_sets_the_keys_of_an_sft_run() -> None:
-    config = load_config(SFTConfig, overrides={"allocation_mode": "d4c2"})
-    assert (config.deployment.num_gpus, config.model.cp) == (8, 2)
+    config = load_config(SFTConfig, overrides={"allocation_mode": "d2c2t2"})
+    assert (config.deployment.num_gpus, config.model.cp, config.model.tp) == (8, 2, 2)
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RLConfig])
@@ -154,7 +154,6 @@ def test_a_written_config_loads_again(cls, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("cls", "keys", "problem"),
     [
-        (RLConfig, {"allocation_mode": "vllm:d2+fsdp:d2t2"}, "the trainer has no tensor parallelism (t) yet"),
         (RLConfig, {"allocation_mode": "vllm:d2+p2"}, "the trainer has no pipeline parallelism (p) yet"),
         (RLConfig, {"allocation_mode": "vllm:d2+d2e2"}, "the trainer has no expert parallelism (e) yet"),
         (RLConfig, {"allocation_mode": "vllm:d2+megatron:d2"}, "write fsdp instead of megatron"),

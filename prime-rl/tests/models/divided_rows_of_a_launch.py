@@ -1,8 +1,8 @@
 """Started by `test_divided_rows.py` as four processes under torchrun.
 
-Arguments: a file for the results, and models' directories. Saves each model's SFT loss and gradient on the same rows:
-where every process computes all of them, and where meshes divide rows and tokens. A directory whose name ends in
-"adapter" gets a new adapter.
+Arguments: a file for the results, and models' directories. Saves each model's SFT loss, gradient and fingerprint of
+frozen weights, on the same rows: where every process computes all of them, and where meshes divide rows, tokens and
+layers. A directory whose name ends in "adapter" gets a new adapter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
+from prime_rl.trainer.checkpoints.state import identity_of_frozen
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.optim.optimizer import global_norm
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
 from prime_rl.trainer.process.world import Process, destroy_world, setup_world
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+from prime_rl.transport.loading import full_tensor, put_own
 
 ROW_TOKENS = 46
 LENGTHS = ((7, 39), (46,), (5, 5, 13), (30, 2))
 """Samples of each row. The third row is short, and no row's length is a multiple of four."""
+WITHOUT_PLAN = ("short convolutions", "state space")
+"""Models whose layers Transformers has no plan to divide."""
 
 
 def rows_of(mesh: Mesh) -> list[PackedRow]:
@@ -52,30 +57,37 @@ def meshes(model: ModelConfig, process: Process) -> Iterator[tuple[str, ModelCon
     shared = DataAxis.from_ranks(torch.arange(4)[None], ("dp_shard", "tp"), process.rank)
     yield "whole rows", model, Mesh(process, whole, shared)
     sizes_by_name = {"dp_shard 2, cp 2": {"cp": 2}}
-    if model.name.endswith("heads"):
+    if not model.name.endswith(WITHOUT_PLAN):
+        sizes_by_name |= {"dp_shard 2, tp 2": {"tp": 2}}
+    if model.name.endswith("two key-value heads"):
         sizes_by_name |= {"cp 4": {"cp": 4}, "dp_replicate 2, cp 2": {"cp": 2, "dp_replicate": 2}}
+        sizes_by_name |= {"cp 2, tp 2": {"cp": 2, "tp": 2}, "dp_replicate 2, tp 2": {"tp": 2, "dp_replicate": 2}}
     for name, sizes in sizes_by_name.items():
         config = model.model_copy(update=sizes)
         yield name, config, setup_mesh(config, process)
 
 
-def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor]:
+def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
     model, rows, axis, device = setup_model(config, mesh), rows_of(mesh), mesh.data_axis, mesh.process.device
     trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
+    drawn = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.02)
+            if name.endswith("lora.B"):
+                put_own(parameter, torch.empty(parameter.shape).normal_(0, 0.05, generator=drawn))
     loss = axis.sum([forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"]], device)[0]
-    gradients = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
-    return loss, torch.cat([each.flatten() for each in gradients])
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    whole = torch.cat([full_tensor(each).flatten() for each in gradients])
+    torch.testing.assert_close(global_norm(gradients), whole.norm())
+    return loss, whole, identity_of_frozen(model)["weights"]
 
 
 def main(results: Path, directories: list[Path]) -> None:
     process = setup_world("cpu", timeout_s=3600)
     found = {}
     for directory in directories:
-        lora = LoRAConfig(rank=4, alpha=8) if directory.name.endswith("adapter") else None
+        lora = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
+        lora = lora if directory.name.endswith("adapter") else None
         model = ModelConfig(name=str(directory), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
         for name, config, mesh in meshes(model, process):
             found[directory.name, name] = gradient(config, mesh)

@@ -9,13 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.checkpoints.sharded import read_sharded, save_sharded
+from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
@@ -29,10 +34,17 @@ from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+from prime_rl.transport.loading import full_tensor
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 ROW_TOKENS = 60
 # Every two samples fill a row: eight rows.
+DIVISIONS = {
+    "divided rows": {"cp": 2},
+    "divided rows recomputed": {"cp": 2, "ac": {"freq": 1}},
+    "divided layers": {"tp": 2},
+    "divided layers recomputed": {"tp": 2, "ac": {"freq": 1}},
+}
 LENGTHS = [length for short in range(6, 30, 3) for length in (short, ROW_TOKENS - short)]
 
 
@@ -52,12 +64,16 @@ def main(model_dir: str, results: Path) -> None:
         model = setup_model(config, mesh)
         found["sft shared rows"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
         found["rl shared rows"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
-        for name, settings in {"": {}, " recomputed": {"ac": {"freq": 1}}}.items():
-            config = ModelConfig(name=model_dir, attn="sdpa", cp=2, **settings)
+        for name, settings in DIVISIONS.items():
+            config = ModelConfig(name=model_dir, attn="sdpa", **settings)
             mesh = setup_mesh(config, process)
             model = setup_model(config, mesh)
-            found[f"sft divided rows{name}"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
-            found[f"rl divided rows{name}"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
+            found[f"sft {name}"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
+            found[f"rl {name}"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
+        found["moved"] = [
+            moved_checkpoint(results.parent / "to_layers", [{}, {"tp": 2}], model_dir, process),
+            moved_checkpoint(results.parent / "from_layers", [{"tp": 2}, {}], model_dir, process),
+        ]
     for name, optim, settings in (
         ("adamw", AdamWConfig(lr=1e-2), {}),
         ("sgd", SGDConfig(lr=1e-2), {}),
@@ -65,6 +81,9 @@ def main(model_dir: str, results: Path) -> None:
         ("muon", MuonConfig(lr=1e-2), {}),
         ("muon of replicas", MuonConfig(lr=1e-2), {"dp_replicate": process.world_size}),
         ("fsdp_cpu_offload", AdamWConfig(lr=1e-2), {"fsdp_cpu_offload": True}),
+        ("adamw of divided layers", AdamWConfig(lr=1e-2), {"tp": process.world_size}),
+        ("sgd of divided layers", SGDConfig(lr=1e-2), {"tp": process.world_size}),
+        ("muon of divided layers", MuonConfig(lr=1e-2), {"tp": process.world_size}),
     ):
         found[name] = trained_weights(ModelConfig(name=model_dir, attn="sdpa", **settings), optim, process)
     if process.is_main:
@@ -73,7 +92,7 @@ def main(model_dir: str, results: Path) -> None:
 
 
 def sharing_mesh(process: Process) -> Mesh:
-    """Two processes shard the weights, and share rows as tensor parallel ones will."""
+    """Two processes shard the weights, and share rows as tensor parallel ones do, without dividing layers."""
     fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     return Mesh(process, fsdp, DataAxis.from_ranks(torch.arange(2)[None], ("dp_shard", "tp"), process.rank))
 
@@ -129,7 +148,7 @@ def rl_gradient(model: nn.Module, rows: Sequence[Row], mesh: Mesh) -> tuple[floa
 
 
 def taken_gradient(model: nn.Module) -> Tensor:
-    gradient = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
+    gradient = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
     model.zero_grad()
     return gradient
 
@@ -137,14 +156,43 @@ def taken_gradient(model: nn.Module) -> Tensor:
 def trained_weights(config: ModelConfig, optim: OptimizerConfig, process: Process) -> dict[str, Tensor]:
     mesh = setup_mesh(config, process)
     model = setup_model(config, mesh)
-    optimizer = setup_optimizer(optim, model)
+    train(model, setup_optimizer(optim, model), mesh)
+    return gather_weights(model, torch.float32)
+
+
+def train(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
     rows = sft_rows("packed", mesh)
     for _ in range(3):
         forward_backward(model, rows, CrossEntropy(), [300], mesh)
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return gather_weights(model, torch.float32)
+
+
+def moved_checkpoint(
+    directory: Path, divisions: Sequence[dict[str, Any]], model_dir: str, process: Process
+) -> list[Tensor]:
+    """Weights and moments before a save with the first of two divisions, and after loading with the second."""
+    held = []
+    for index, settings in enumerate(divisions):
+        config = ModelConfig(name=model_dir, attn="sdpa", **settings)
+        mesh = setup_mesh(config, process)
+        model = setup_model(config, mesh)
+        optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+        trained = TrainedModel(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+        if index == 0:
+            train(model, optimizer, mesh)
+            save_sharded(trained.tensors(), directory, None)
+        else:
+            tensors = trained.tensors()
+            read_sharded(tensors, directory)
+            trained.restore(tensors, None)
+        states = [
+            [parameter, *(optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))]
+            for parameter in model.parameters()
+        ]
+        held.append(torch.cat([full_tensor(each.detach()).flatten() for state in states for each in state]))
+    return held
 
 
 with leaving_at_once():

@@ -34,6 +34,7 @@ SEQ_LEN = 8
         pytest.param((2, 2), ("dp_replicate", "dp_shard"), [[0, 1, 2, 3]], id="hsdp"),
         pytest.param((1, 2), ("dp_shard", "tp"), [[0], [1]], id="tensor parallel alone"),
         pytest.param((2, 2), ("dp_shard", "cp"), [[0, 2], [1, 3]], id="context parallel"),
+        pytest.param((2, 2, 2), ("dp_shard", "cp", "tp"), [[0, 4], [1, 5], [2, 6], [3, 7]], id="context and tensor"),
         pytest.param((2, 2, 2), ("pp", "dp_shard", "tp"), [[0, 2], [1, 3], [4, 6], [5, 7]], id="pipeline first"),
     ],
 )

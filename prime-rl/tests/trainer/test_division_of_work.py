@@ -40,6 +40,8 @@ def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         pytest.param(2, "shared rows", id="two processes that both compute all eight rows"),
         pytest.param(2, "divided rows", id="two processes that divide the tokens of each row"),
         pytest.param(2, "divided rows recomputed", id="two processes that divide tokens and compute them again"),
+        pytest.param(2, "divided layers", id="two processes that divide the layers"),
+        pytest.param(2, "divided layers recomputed", id="two processes that divide layers and compute them again"),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(
@@ -63,6 +65,10 @@ def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(
         ("muon", "muon", 1e-3),
         ("muon of replicas", "muon", 1e-3),
         ("fsdp_cpu_offload", "adamw", 1e-4),
+        ("adamw of divided layers", "adamw", 1e-4),
+        ("sgd of divided layers", "sgd", 1e-6),
+        # Products of parts add up in another order, so that more elements round to a neighbor.
+        ("muon of divided layers", "muon", 4e-3),
     ],
 )
 def test_two_processes_end_with_the_weights_of_one(
@@ -72,6 +78,12 @@ def test_two_processes_end_with_the_weights_of_one(
     assert weights.keys() == expected.keys()
     for name in weights:
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=tolerance)
+
+
+def test_a_checkpoint_moves_between_divided_and_whole_layers(results: dict[int, dict[str, Any]]) -> None:
+    for saved, loaded in results[2]["moved"]:
+        assert saved.norm() > 0.1
+        assert torch.equal(saved, loaded)
 
 
 def test_offloaded_parameters_give_bit_identical_results(results: dict[int, dict[str, Any]]) -> None:

@@ -21,11 +21,12 @@ from prime_rl.inference.embedded.engine.model import load_model
 from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.lora import full_tensor, gather_adapter
+from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.tokenizer import embeddings_needed, setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.logger import get_logger
 
 TOKENS = torch.arange(7, 100, 3)

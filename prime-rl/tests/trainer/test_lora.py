@@ -40,7 +40,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.kernels.heads import ChunkSizes, linear_cross_entropy_sum
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.lora import LowRank, full_tensor, gather_adapter, peft_config
+from prime_rl.trainer.model.lora import LowRank, gather_adapter, peft_config
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
@@ -49,6 +49,7 @@ from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.broadcast import FileSystemBroadcast
 from prime_rl.trainer.rl.rows import Row, score_row
+from prime_rl.transport.loading import full_tensor
 from prime_rl.transport.messages import MicroBatch
 
 TOKENS = torch.arange(4, 100, 3)

@@ -35,6 +35,7 @@ from prime_rl.trainer.optim.optimizer import (
 )
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.logger import setup_logger
 
 CPU = torch.device("cpu")
@@ -298,7 +299,7 @@ def test_no_operation_gets_a_list_of_sharded_tensors(config: OptimizerConfig, me
     assert [name for name, is_sharded in lists.seen if is_sharded] == []
 
 
-def test_the_norm_of_tensors_that_are_sharded_in_different_ways_is_refused(mesh: Mesh) -> None:
+def test_the_norm_is_of_all_tensors_also_if_they_are_sharded_in_different_ways(mesh: Mesh) -> None:
     sharded = next(sharded_net(mesh).parameters()).grad
-    with pytest.raises(ValueError, match="sharded in 2 ways"):
-        global_norm([sharded, torch.ones(3)])
+    whole = torch.cat([full_tensor(sharded).flatten(), torch.ones(3)])
+    torch.testing.assert_close(global_norm([sharded, torch.ones(3)]), whole.norm())

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from prime_rl.configs.model import ModelConfig, product_of
+
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a model with several parts keeps the config of its language model."""
 
@@ -182,12 +184,17 @@ class ModelDescription:
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
         return None
 
-    def context_fault(self, cp: int) -> str | None:
-        """Why `cp` processes cannot divide the tokens of this model's rows; None if nothing in its config says so."""
+    def division_fault(self, model: ModelConfig) -> str | None:
+        """Why processes cannot share heads as the `model` section says; None if nothing in this config says so."""
         heads = next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "n_heads"))), None)
-        if cp == 1 or not isinstance(heads, int) or heads % cp == 0:
-            return None
-        return f"model.cp = {cp} does not divide the {heads} attention heads of {self.class_name}"
+        sharing, text = product_of(model, "cp", "tp")
+        if isinstance(heads, int) and heads % sharing:
+            return f"{text} does not divide the {heads} attention heads of {self.class_name}"
+        # Context parallelism repeats key-value heads where there are fewer.
+        heads = self.setting("num_key_value_heads")
+        if isinstance(heads, int) and heads % model.tp:
+            return f"model.tp = {model.tp} does not divide the {heads} key-value heads of {self.class_name}"
+        return None
 
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""

@@ -28,7 +28,7 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     description = describe(model.name, start)
     if description is not None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
-        if fault := fault or description.context_fault(model.cp):
+        if fault := fault or description.division_fault(model):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
 

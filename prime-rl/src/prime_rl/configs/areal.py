@@ -386,7 +386,7 @@ def sft_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
         raise ValueError(f"{mode.of_role('inference')[0].text}: SFT starts no inference server: leave it out")
     trainer = _only(mode, "training")
     raise_faults(_trainer_faults(trainer))
-    gpus, keys = trainer.sizes.gpus, _context_keys("model", trainer)
+    gpus, keys = trainer.sizes.gpus, _division_keys("model", trainer)
     if gpus <= gpus_per_node:
         return {**keys, "deployment.type": "single_node", "deployment.num_gpus": gpus}
     return {**keys, "deployment.type": "multi_node", "deployment.num_nodes": _nodes(trainer, gpus_per_node)}
@@ -402,7 +402,7 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     servers = _only(mode, "inference") if mode.of_role("inference") else None
     raise_faults([*_trainer_faults(trainer), *([] if servers is None else _server_faults(servers))])
     train, infer = trainer.sizes.gpus, 0 if servers is None else servers.sizes.gpus
-    keys = _context_keys("trainer.model", trainer)
+    keys = _division_keys("trainer.model", trainer)
     if servers is not None:
         keys |= {"inference.parallel.tp": servers.sizes.tensor, "inference.parallel.dp": servers.sizes.data}
     if servers is not None and len(mode.components) == 1:
@@ -423,8 +423,9 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
     return {**keys, "deployment.type": "multi_node", **nodes}
 
 
-def _context_keys(model: str, trainer: Allocation) -> dict[str, Any]:
-    return {f"{model}.cp": trainer.sizes.context} if trainer.sizes.context > 1 else {}
+def _division_keys(model: str, trainer: Allocation) -> dict[str, Any]:
+    sizes = {"cp": trainer.sizes.context, "tp": trainer.sizes.tensor}
+    return {f"{model}.{name}": size for name, size in sizes.items() if size > 1}
 
 
 def _shared_gpus(trainer: Allocation, gpus_per_node: int) -> Keys:
@@ -460,7 +461,6 @@ def _only(mode: AllocationMode, role: Any) -> Allocation:
 def _trainer_faults(trainer: Allocation) -> Iterator[str]:
     sizes = trainer.sizes
     missing = {
-        "tensor parallelism (t)": sizes.tensor,
         "pipeline parallelism (p)": sizes.pipeline,
         "expert parallelism (e)": max(sizes.expert, sizes.expert_tensor),
     }

@@ -163,7 +163,7 @@ class ModelConfig(BaseModelConfig):
     """Expert-parallel size."""
 
     tp: Processes = 1
-    """Tensor-parallel size."""
+    """Tensor-parallel size: number of processes that divide the layers of each decoder block."""
 
     cp: Processes = 1
     """Context-parallel size: number of processes that divide the tokens of a packed row (Ulysses)."""
@@ -225,8 +225,11 @@ class ModelConfig(BaseModelConfig):
     def _faults(self) -> Iterator[str]:
         if self.trust_remote_code and self.impl == "custom":
             yield "trust_remote_code runs the model's own code, and impl = 'custom' ours: remove one"
-        if self.cp > 1 and self.compile is not None:
-            yield f"cp ({self.cp}) with [compile]: collectives of a compiled block are not supported: remove one"
+        for name, size in (("cp", self.cp), ("tp", self.tp)):
+            if size > 1 and self.compile is not None:
+                yield f"{name} ({size}) with [compile]: collectives of a compiled block are not supported: remove one"
+        if self.tp > 1 and self.ac_offloading is not None:
+            yield f"tp ({self.tp}) with [ac_offloading]: activations of divided layers cannot be moved: remove one"
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":
@@ -243,11 +246,14 @@ def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
 
 def division_fault(model: ModelConfig, processes: int) -> str | None:
     """Why `processes` trainer processes cannot be divided as the model's config says."""
-    sizes = {"dp_replicate": model.dp_replicate, "cp": model.cp, "tp": model.tp}
-    used = {f"model.{name} = {size}": size for name, size in sizes.items() if size > 1}
-    if processes % math.prod(used.values()) == 0:
-        return None
-    return f"{' x '.join(used)} does not divide the {processes} trainer processes"
+    product, text = product_of(model, "dp_replicate", "cp", "tp")
+    return None if processes % product == 0 else f"{text} does not divide the {processes} trainer processes"
+
+
+def product_of(model: ModelConfig, *axes: str) -> tuple[int, str]:
+    """The product of the sizes of some axes of the mesh, and how a message writes it."""
+    sizes = {f"model.{axis} = {size}": size for axis in axes if (size := getattr(model, axis)) > 1}
+    return math.prod(sizes.values()), " x ".join(sizes)
 
 
 class TokenizerConfig(BaseConfig):

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidatorFunctionWrapHandler, WrapValid
 from prime_rl.configs.areal import LaunchedConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import division_fault
+from prime_rl.configs.model import division_fault, product_of
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -253,10 +253,10 @@ def length_fault(data: BaseDataConfig, section: str = "data") -> str | None:
     )
 
 
-def batch_fault(data: BaseDataConfig, data_size: int, cp: int = 1) -> str | None:
-    """Why `data.batch_size` rows cannot be shared out to `data_size` processes, or groups of `cp` processes."""
+def batch_fault(data: BaseDataConfig, data_size: int, group: str = "") -> str | None:
+    """Why `data.batch_size` rows cannot be shared out to `data_size` processes, or groups of `group` processes."""
     is_whole = data.batch_size % (data_size * data.micro_batch_size) == 0
-    sharers = f"{data_size} processes" if cp == 1 else f"{data_size} groups of model.cp = {cp} processes"
+    sharers = f"{data_size} groups of {group} processes" if group else f"{data_size} processes"
     product = f"{sharers} x data.micro_batch_size = {data.micro_batch_size}"
     return None if is_whole else f"data.batch_size = {data.batch_size} is not a multiple of {product}"
 
@@ -737,7 +737,8 @@ class SFTConfig(LaunchedConfig):
             yield from filter(None, (division_fault(self.model, processes) or self._batch_fault(processes),))
 
     def _batch_fault(self, processes: int) -> str | None:
-        return batch_fault(self.data, processes // self.model.cp, self.model.cp)
+        sharing, group = product_of(self.model, "cp", "tp")
+        return batch_fault(self.data, processes // sharing, group)
 
 
 def _with_keys_of_data(val: dict[str, Any], data: Any) -> dict[str, Any]:

@@ -457,8 +457,9 @@ class TrainerConfig(RootConfig):
                 )
         if self.critic is not None:
             yield from critic_faults(self, self.critic)
-        if self.distillation is not None and self.model.cp > 1:
-            yield f"[trainer.distillation] compares whole rows, and model.cp ({self.model.cp}) divides them: remove one"
+        for name in ("cp", "tp") if self.distillation is not None else ():
+            if (size := getattr(self.model, name)) > 1:
+                yield f"[trainer.distillation] compares whole rows, and model.{name} ({size}) divides them: remove one"
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -494,8 +494,29 @@ def _destinations(model: PreTrainedModel, plan: Plan) -> dict[str, Tensor]:
     return dict(min(each, key=lambda pair: pair[0] in tied) for each in found.values())
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All ranks' parts of a sharded tensor together, or the tensor itself if it is not sharded. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # Axis by axis, FSDP's first, which has sharded the parts of tensor parallelism. Asked for all at once, PyTorch does
+    # the same, and warns that it cannot do better.
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
 def index_of(tensor: Tensor) -> Index:
-    """Where this rank's part of a sharded `tensor` begins and ends; all of another tensor."""
+    """Where this rank's part of a sharded `tensor` begins and ends; all of another tensor.
+
+    The part is one block, also where FSDP shards what tensor parallelism has divided: our plans have no packed styles.
+    """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -505,11 +526,10 @@ def index_of(tensor: Tensor) -> Index:
 @torch.no_grad()
 def put(tensor: Tensor, index: Index, values: Tensor) -> None:
     """Write `values`, which are at `index` in the whole tensor, into this rank's part of `tensor`."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     own = index_of(tensor)
-    local[tuple(slice(at.start - of.start, at.stop - of.start) for at, of in zip(index, own, strict=True))].copy_(
-        values
-    )
+    local(tensor)[
+        tuple(slice(at.start - of.start, at.stop - of.start) for at, of in zip(index, own, strict=True))
+    ].copy_(values)
 
 
 def put_own(tensor: Tensor, values: Tensor) -> None:

@@ -25,34 +25,30 @@ from prime_rl.trainer.sft.step import train_step
 from prime_rl.trainer.sft.validation import packed
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
+DIVISIONS = {1: {"processes": {}}, 2: {"processes": {}, "rows": {"cp": 2}, "layers": {"tp": 2}}}
+"""What the processes divide, by their number, and the sizes of the mesh."""
+
 
 def main() -> None:
-    """Save what training is like on the same eight rows: of one process, and of two that divide rows, or tokens."""
     config = parse_argv_or_exit(DPOConfig)
     process = setup_world("cpu", timeout_s=3600)
-    found = {}
-    for cp in range(1, process.world_size + 1):
-        found[f"cp {cp}"] = every_objective(config, cp, process)
-    if process.is_main:
-        (config.output_dir / f"{process.world_size}.json").write_text(json.dumps(found))
+    for name, sizes in DIVISIONS[process.world_size].items():
+        found = all_steps(config, config.model.model_copy(update=sizes), process)
+        if process.is_main:
+            (config.output_dir / f"{process.world_size} {name}.json").write_text(json.dumps(found))
     destroy_world()
 
 
-def every_objective(config: DPOConfig, cp: int, process: Process) -> list[dict[str, float]]:
-    """Three steps with an adapter, with all weights, with an adapter on the answers of the pairs, each with a label,
-    and of a reward model with all weights."""
-    found = []
-    for lora in (config.model.lora, None):
-        model_config = config.model.model_copy(update={"lora": lora, "cp": cp})
-        found += three_steps(config, model_config, setup_mesh(model_config, process))
+def all_steps(config: DPOConfig, adapted: ModelConfig, process: Process) -> list[dict[str, float]]:
+    """Train three steps on the same eight rows, however many processes there are: an adapter, all weights, an
+    adapter on the answers of the pairs, each with a label, and a reward model with all weights."""
+    plain, mesh = adapted.model_copy(update={"lora": None}), setup_mesh(adapted, process)
     of_answers = DPOConfig.model_validate({**config.model_dump(), "loss": {"type": "kto"}})
-    adapted = config.model.model_copy(update={"cp": cp})
-    found += three_steps(of_answers, adapted, setup_mesh(adapted, process))
     shared = RewardModelConfig.model_fields.keys() & DPOConfig.model_fields.keys() - {"loss"}
     keys = config.model_dump(include=set(shared))
     scoring = RewardModelConfig.model_validate({**keys, "loss": {"center_rewards_coefficient": 0.1}})
-    plain = config.model.model_copy(update={"lora": None, "cp": cp})
-    return found + three_steps(scoring, plain, setup_mesh(plain, process))
+    runs = ((config, adapted), (config, plain), (of_answers, adapted), (scoring, plain))
+    return [step for config, model_config in runs for step in three_steps(config, model_config, mesh)]
 
 
 def three_steps(config: PreferenceConfig, model_config: ModelConfig, mesh: Mesh) -> list[dict[str, float]]:

@@ -482,15 +482,15 @@ def test_two_processes_train_like_one_with_all_weights_and_with_an_adapter(
         output_dir=tmp_path,
     )
     dump_toml(config, tmp_path / "dpo.toml")
-    found = {}
-    for processes, launcher in ((1, ()), (2, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))):
+    for launcher in ((), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")):
         command = [sys.executable, *launcher, SCRIPT, "@", tmp_path / "dpo.toml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        found[processes] = json.loads((tmp_path / f"{processes}.json").read_text())
-    assert len(found[1]["cp 1"]) == 12
-    assert found[2].keys() == {"cp 1", "cp 2"}
-    for of_two in found[2].values():
-        for alone, together in zip(found[1]["cp 1"], of_two, strict=True):
-            assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
+    found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("[12] *.json")}
+    assert found.keys() == {"1 processes", "2 processes", "2 rows", "2 layers"}
+    expected = found.pop("1 processes")
+    assert len(expected) == 12
+    for division, steps in found.items():
+        for alone, together in zip(expected, steps, strict=True):
+            assert together == pytest.approx(alone, rel=1e-4, abs=1e-5), division

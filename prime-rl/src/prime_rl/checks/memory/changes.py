@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prime_rl.checks.memory.estimate import Component, Estimate
-from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig
+from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig, product_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -71,16 +71,19 @@ def nearest_change(
 
 def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
     """Changes that may make a run of SFT smaller, cheapest first."""
-    rows, seq_len = config.data.micro_batch_size, config.data.seq_len
+    seq_len = config.data.seq_len
+    # Processes that divide rows or layers share rows, so that fewer must divide the batch.
+    sharing, _ = product_of(config.model, "cp", "tp")
+    rows = config.data.micro_batch_size
     yield from _free_changes(config.model, "model")
     if rows > 1:
         yield _set("data.micro_batch_size", 1)
     if config.deployment.type == "multi_node":
         for times in _MORE_NODES:
-            if config.data.batch_size % (times * processes * rows) == 0:
+            if config.data.batch_size % (times * processes // sharing * rows) == 0:
                 yield _more_nodes("--nodes", "deployment.num_nodes", times * config.deployment.num_nodes)
     for gpus in _NODE_GPUS if config.deployment.type == "single_node" else ():
-        if gpus > processes and config.data.batch_size % (gpus * rows) == 0:
+        if gpus > processes and gpus % sharing == 0 and config.data.batch_size % (gpus // sharing * rows) == 0:
             yield Change("gpus", f"--gpus {gpus}", lambda run, gpus=gpus: Variant(run.config, gpus))  # type: ignore[misc]
     yield from _slow_changes(config.model, "model")
     for part in (2, 4):

@@ -23,7 +23,7 @@ from prime_rl.checks.memory.training import (
     peak_memory,
 )
 from prime_rl.checks.model_description import STATE_LAYERS, ModelDescription
-from prime_rl.configs.model import ModelConfig, cpu_row_tokens
+from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.limits import usable_memory_bytes
@@ -276,9 +276,9 @@ def estimate_sft(
 ) -> Estimate:
     """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
-    cp = config.model.cp
     row_tokens = _own_tokens(data.row_tokens, config.model, shape)
-    rows = max(1, data.batch_size // (data.micro_batch_size * max(1, processes // cp)))
+    sharing, _ = product_of(config.model, "cp", "tp")
+    rows = max(1, data.batch_size // (data.micro_batch_size * max(1, processes // sharing)))
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )

@@ -29,7 +29,9 @@ class Precision:
 
     compute_bytes: int
     is_lean: bool
-    """Our kernels for CPUs replace norms and SwiGLU layers."""
+    """Our kernels for CPUs replace norms and, if layers are whole, SwiGLU layers."""
+    tp: int = 1
+    """Number of processes that divide heads and inner features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ def block_activations(
 ) -> BlockActivations:
     """Memory of one block per token of a row."""
     size, hidden = precision.compute_bytes, shape.hidden
-    inner = _inner_width(shape, block)
-    saved = _norms(shape, block, precision, lora) + _attention(shape, size) + _mlp(shape, block, precision, lora)
+    inner = _inner_width(shape, block) // precision.tp
+    saved = _norms(shape, block, precision, lora) + _attention(shape, size) // precision.tp
+    saved += _mlp(shape, block, precision, lora)
     if lora is not None:
         saved += sum(size * lora.rank for path in linear_paths(block) if is_target(lora, path))
     gradients = _LEAN_MLP_GRADIENTS if _has_lean_mlp(shape, block, precision, lora) else _MLP_GRADIENTS
@@ -81,7 +84,7 @@ def _norms(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRACo
     inside = size if has_lean_norms(shape, precision) else _FLOAT32 + (size if lora is None else 0)
     if str(shape.config.get("model_type")).startswith("gemma"):
         inside = 2 * _FLOAT32  # its norms round after they are weighted
-    widths = [width for _, width in _norm_widths(shape, block)]
+    widths = [width for _, width in _norm_widths(shape, block, precision.tp)]
     # Two feed attention and the dense layer; those after them, which some families have too, feed a sum.
     feeding = min(2, widths.count(shape.hidden))
     return sum(widths) * inside + feeding * shape.hidden * size
@@ -98,15 +101,15 @@ def _has_lean_mlp(shape: ModelShape, block: Tensors, precision: Precision, lora:
     kind = str(shape.config.get("model_type"))
     activation = shape.config.get("hidden_activation") or shape.config.get("hidden_act") or "silu"
     is_swiglu = activation == "silu" and not kind.startswith("gemma") and kind != "seed_oss"
-    return precision.is_lean and lora is None and is_swiglu and "mlp.gate_proj.weight" in block
+    return precision.is_lean and precision.tp == 1 and lora is None and is_swiglu and "mlp.gate_proj.weight" in block
 
 
-def _norm_widths(shape: ModelShape, block: Tensors) -> list[tuple[str, int]]:
+def _norm_widths(shape: ModelShape, block: Tensors, tp: int) -> list[tuple[str, int]]:
     widths = []
     for name, size in block.items():
         if len(size) == 1 and "norm" in name and name.endswith("weight"):
             is_head = "q_norm" in name or "k_norm" in name
-            heads = shape.heads if "q_norm" in name else shape.kv_heads
+            heads = (shape.heads if "q_norm" in name else shape.kv_heads) // tp
             widths.append((name, size[0] * heads if is_head and size[0] == shape.key_dim else size[0]))
     return widths
 
@@ -126,7 +129,7 @@ def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConf
     # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
     is_sparse = any(len(size) == 3 for size in block.values())
     copies = 2 * shape.hidden * _experts_per_token(shape) if is_sparse else 0
-    return precision.compute_bytes * (kept * _inner_width(shape, block) + copies)
+    return precision.compute_bytes * (kept * _inner_width(shape, block) + copies) // precision.tp
 
 
 def _inner_width(shape: ModelShape, block: Tensors) -> int:
@@ -329,11 +332,13 @@ class Training:
         lora = self.model.lora
         # With a tied head, its weight is the embedding's.
         trains_head = lora is None or any(_is_saved(lora, name) for name in self.shape.root if "norm" not in name)
-        return make(self.shape, self.model, self.row_tokens, self.compute_bytes, self.device == "cpu", trains_head)
+        tokens = -(-self.row_tokens // self.model.tp)
+        return make(self.shape, self.model, tokens, self.compute_bytes, self.device == "cpu", trains_head)
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.compute_bytes, self.device == "cpu" and self.model.compile is None)
+        is_lean = self.device == "cpu" and self.model.compile is None
+        return Precision(self.compute_bytes, is_lean, self.model.tp)
 
     @cached_property
     def blocks(self) -> list[BlockActivations]:
@@ -393,7 +398,7 @@ def _gathered(training: Training) -> int:
     """Gathered weights that exist during all of forward and backward."""
     kept = training.shape.parameters if training.keeps_gathered else count(training.shape.root)
     if not (training.keeps_gathered or training.model.reshard_after_forward):
-        kept = training.shape.parameters
+        kept += sum(_of_one_process(block, training.model.tp) for block in training.shape.blocks)
     return kept * training.compute_bytes
 
 
@@ -447,13 +452,15 @@ def _in_backward(training: Training) -> Parts:
     if not training.keeps_gathered:
         largest = max(training.shape.blocks, key=count)
         lora, size = training.model.lora, training.compute_bytes
-        trained = count(largest) if lora is None else _adapters(training.shape.blocks[0], lora)
+        own = _of_one_process(largest, training.model.tp)
+        trained = own if lora is None else _adapters(training.shape.blocks[0], lora)
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
-        computing = temporary + size * (max(map(prod, largest.values())) if lora is None else 0)
+        matrix = max(_of_one_process({name: of}, training.model.tp) for name, of in largest.items())
+        computing = temporary + size * (matrix if lora is None else 0)
         freed = 0 if training.model.ac is not None else training.blocks[-1].saved * training.row_tokens
         summed = training.reduce_bytes * trained
         later = max(size * trained, computing if training.shape.layers > 1 else 0) + summed - freed
-        temporary, gathered = computing, count(largest) * size * (_INFLIGHT_BLOCKS if training.shards > 1 else 1)
+        temporary, gathered = computing, own * size * (_INFLIGHT_BLOCKS if training.shards > 1 else 1)
     return {
         **_persistent(training),
         "activations": activations + max(temporary, later),
@@ -462,19 +469,24 @@ def _in_backward(training: Training) -> Parts:
     }
 
 
+def _of_one_process(block: Tensors, tp: int) -> int:
+    """Parameters of a gathered block in one of `tp` processes, which divide its matrices and its stack of experts."""
+    return sum(prod(shape) // (tp if len(shape) > 1 else 1) for shape in block.values())
+
+
 def _attention_temporaries(training: Training) -> int:
     """A float32 gradient; on a CPU the gradients of queries, keys and values, and what a block of queries computes.
 
     See `trainer/model/layouts.py`. The estimate is of a row that is one sequence: shorter ones need less.
     """
-    shape, size = training.shape, training.compute_bytes
-    heads, length = shape.heads, training.seq_len
+    shape, size, tp = training.shape, training.compute_bytes, training.model.tp
+    heads, kv_heads, length = shape.heads // tp, shape.kv_heads // tp, training.seq_len
     if training.device == "cuda":
         return heads * training.row_tokens * (4 * shape.key_dim + 4)
     queries = min(length, BLOCK_QUERIES, max(1, BLOCK_SCORES // (heads * length)))
     scores = heads * queries * length * size
     outputs = heads * training.row_tokens * size * (shape.value_dim + shape.key_dim)
-    keys_and_values = shape.kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)
+    keys_and_values = kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)
     return _BLOCK_RESULTS * scores + outputs + keys_and_values
 
 

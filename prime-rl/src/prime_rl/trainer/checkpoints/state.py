@@ -78,6 +78,9 @@ def _sum_of_bits(weight: Tensor) -> int:
         position = weight.device_mesh.get_coordinate() or ()
         if any(at > 0 and axis.is_replicate() for at, axis in zip(position, weight.placements, strict=True)):
             return 0
+        # Of weights that tensor parallelism leaves whole, there is a copy on each of several meshes.
+        if 0 not in weight.device_mesh.mesh:
+            return 0
         weight = weight.to_local()
     return int(weight.detach().to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))
 

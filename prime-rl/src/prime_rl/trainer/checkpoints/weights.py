@@ -23,12 +23,11 @@ from prime_rl.trainer.model.build import own_class
 from prime_rl.trainer.model.lora import (
     PeftAdapter,
     adapter_parameter_names,
-    full_tensor,
     gather_adapter,
     merge_adapter,
 )
 from prime_rl.transport.language_part import PROCESSOR_FILES, part_of
-from prime_rl.transport.loading import float32_names, has_score
+from prime_rl.transport.loading import float32_names, full_tensor, has_score
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]

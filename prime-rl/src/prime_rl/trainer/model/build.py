@@ -47,6 +47,7 @@ from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
+from prime_rl.trainer.model.tensor_parallel import divide_layers
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
@@ -63,7 +64,7 @@ from prime_rl.transport.loading import (
     spread,
     unchanged,
 )
-from prime_rl.utils.errors import StartFault
+from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
 
@@ -107,7 +108,13 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
         raise ModelError(f"{name} does not separate its layers from its head, which is not supported")
     # Compiled blocks run as written: the check's few shapes are not worth a compilation each.
     with _resharding(model, device), torch.no_grad(), torch.compiler.set_stance("force_eager"), tightened(model):
-        expected = _model_logits(model, device, EAGER if model._supports_attention_backend else kernel)
+        try:
+            expected = _model_logits(model, device, EAGER if model._supports_attention_backend else kernel)
+        except RuntimeError as error:
+            if scoring_of(model).tp is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # Its code counts with all heads, for example.
+            raise ModelError(f"model.tp: {name} does not run with divided layers: {first_line(error)}") from error
         long, other, alike = (Probe(*of_one) for of_one in zip(_probes(model), expected, strict=True))
         far = _last_position(model, seq_len)
         if scoring_of(model).context is not None:
@@ -322,9 +329,13 @@ def setup_model(
     if config.freeze_moe_router:
         freeze_routers(model)
     if process.device.type == "cpu" and config.compile is None:
+        use_lean_norms(model)
+    if process.device.type == "cpu" and config.compile is None and mesh.tensor_axis is None:
         choice = products or ProductChoice.without_measuring()
         hidden_size = model.config.get_text_config().hidden_size
-        _use_lean_kernels(model, choice.products(hidden_size, compute_dtype(config, process.device)))
+        _use_lean_products(model, choice.products(hidden_size, compute_dtype(config, process.device)))
+    # After all that reads whole weights, and before FSDP, which shards the parts of each process further.
+    sharing_heads = 1 if mesh.tensor_axis is None else divide_layers(model, mesh.tensor_axis.tp, process)
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
@@ -345,7 +356,7 @@ def setup_model(
     if not is_scored:
         model.generation_config = _generation_config(model, config, process)
     keep_gradients(model, process)
-    enable_scoring(model, layers, mesh.context_axis)
+    enable_scoring(model, layers, mesh, sharing_heads)
     # With compilation, every combination of sequence lengths would need its own graph.
     is_separable = process.device.type == "cpu" and config.compile is None and not is_random
     if has_dropout:
@@ -358,7 +369,8 @@ def setup_model(
         model.train()
     if is_random:
         # PyTorch starts with another seed in each process, so that no run could be repeated.
-        torch.manual_seed(_DROPOUT_SEED + process.rank)
+        # Those that divide layers must drop alike what they compute alike.
+        torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
     return model
 
 
@@ -423,7 +435,7 @@ def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
     if description.has_known_language_part:
         model_config = language_config(model_config)
     # A model of the hub that was not in this machine's cache at the start is checked here.
-    if fault := ModelDescription(model_config.to_dict()).context_fault(config.cp):
+    if fault := ModelDescription(model_config.to_dict()).division_fault(config):
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
@@ -600,8 +612,7 @@ def _in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def _use_lean_kernels(model: PreTrainedModel, products: Products) -> None:
-    use_lean_norms(model)
+def _use_lean_products(model: PreTrainedModel, products: Products) -> None:
     use_lean_mlps(model, products)
     use_lean_linears(model, products)
 
@@ -614,10 +625,13 @@ def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:
         param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    of_blocks = mesh.fsdp if mesh.tensor_axis is None else mesh.tensor_axis.fsdp
     for block in decoder_blocks(model):
-        shard(block, reshard_after_forward=config.reshard_after_forward)
-    shard(model)
+        shard(block, mesh=of_blocks, reshard_after_forward=config.reshard_after_forward)
+    # Embeddings and head are whole layers: no two processes hold the same part of them, and FSDP's average over
+    # processes that computed the same gradient is that gradient.
+    shard(model, mesh=mesh.fsdp)
 
 
 def _generation_config(model: PreTrainedModel, config: ModelConfig, process: Process) -> GenerationConfig:

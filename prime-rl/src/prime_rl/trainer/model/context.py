@@ -99,6 +99,28 @@ class _Total(torch.autograd.Function):
         return grad * ctx.size, None
 
 
+def with_mean_gradient(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same states, which all processes of a group have, for each of them to score a part. Collective, backward.
+
+    `total` gives each part the gradient that is right after an average over all that share the row. Behind the states
+    are layers that these processes compute together, and there is no average over them.
+    """
+    return _MeanGradient.apply(states, group)
+
+
+class _MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        mean = (grad / dist.get_world_size(ctx.group)).contiguous()
+        dist.all_reduce(mean, group=ctx.group)
+        return mean, None
+
+
 def padded_length(length: int, axis: ContextAxis | None) -> int:
     """The length of a row that can be divided."""
     return length if axis is None else -(-length // axis.size) * axis.size

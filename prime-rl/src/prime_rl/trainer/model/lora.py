@@ -24,7 +24,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
@@ -33,7 +32,7 @@ from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_setti
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, is_regex
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
-from prime_rl.transport.loading import Index, float32_names, has_score, index_of, put, put_own
+from prime_rl.transport.loading import Index, float32_names, full_tensor, has_score, index_of, local, put, put_own
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
@@ -217,6 +216,9 @@ class LowRank(nn.Module):
     before `draw`. `stack` is empty or the number of experts.
     """
 
+    between: Callable[[Tensor], Tensor] | None = None
+    """What becomes of `A x` before B, where processes divide one of the two."""
+
     def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int) -> None:
         super().__init__()
         *stack, _, in_features = weight.shape
@@ -239,11 +241,12 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return self.product(x, self.A, self.B)
+        return self.product(x, local(self.A), local(self.B))
 
     def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Like `forward`, with the A and B of one expert."""
-        return nn.functional.linear(nn.functional.linear(self.dropout(x), a), b) * self.scale
+        low = nn.functional.linear(self.dropout(x), a)
+        return nn.functional.linear(low if self.between is None else self.between(low), b) * self.scale
 
     @torch.no_grad()
     def delta(self) -> Tensor:
@@ -499,11 +502,6 @@ def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a DTensor's shards into the full tensor; other tensors are returned as they are. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Let `model` compute without its adapters inside the block, as the model that they were added to."""
@@ -563,7 +561,7 @@ def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Ten
     loras = _parts_of(experts.lora, name)
     # Unbind once instead of indexing per expert, so that the backward pass is linear in the number of experts.
     weights = getattr(experts, name).unbind()
-    factors = [zip(lora.A.unbind(), lora.B.unbind(), strict=True) for lora in loras]
+    factors = [zip(local(lora.A).unbind(), local(lora.B).unbind(), strict=True) for lora in loras]
     return [partial(_project, weight, loras, own) for weight, *own in zip(weights, *factors, strict=True)]
 
 

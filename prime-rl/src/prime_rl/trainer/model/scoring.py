@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
 from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, fused_logprobs, linear_cross_entropy_sum
 from prime_rl.trainer.kernels.products import head_product
-from prime_rl.trainer.model.context import own_slice, own_tokens, padded_length, total
+from prime_rl.trainer.model.context import own_slice, own_tokens, padded_length, total, with_mean_gradient
 from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
 from prime_rl.trainer.model.layouts import (
     SHARED,
@@ -35,7 +36,7 @@ from prime_rl.trainer.model.layouts import (
     fold,
 )
 from prime_rl.trainer.model.lora import is_adapted
-from prime_rl.trainer.process.mesh import ContextAxis
+from prime_rl.trainer.process.mesh import ContextAxis, Mesh
 from prime_rl.transport.loading import has_score
 from prime_rl.transport.weights import to_device
 
@@ -57,7 +58,7 @@ class ArrangedRow:
     sequences: SequenceBatches | None = None
     """The row's sequences, for a model with layers that carry a state from token to token."""
     picks_m: Tensor | None = None
-    """Which of the tokens to score this process has; None: all."""
+    """Which of the tokens to score this process scores; None: all."""
 
 
 class Scoring(Protocol):
@@ -72,6 +73,12 @@ class Scoring(Protocol):
     """The layers that carry a state from token to token; None if the model has none."""
     context: ContextAxis | None
     """The processes that divide the tokens of a row; None if there is only this one."""
+    row_axis: ContextAxis | None
+    """The processes that share rows, and each score some of the tokens; None if there is only this one."""
+    tp: DeviceMesh | None
+    """Those of them that compute the same tokens, of which each scores a part; None if there is only this one."""
+    sharing_heads: int
+    """Number of processes that divide the heads of an attention layer, before those of `context` do."""
 
 
 def score_tokens(
@@ -92,18 +99,18 @@ def score_tokens(
     with an entry for each, or a tuple of these; it must not keep a reference to `logits_of`. `uses_last`: it uses the
     hidden state of each sequence's last token; otherwise that may be any state, because some layouts do not compute it.
 
-    Processes of a `ContextAxis` each score their own tokens, and all return the whole result.
+    Processes that share rows each score some of the tokens, and all return the whole result.
 
     Keep `position_ids_1T` on the host: the sequences are found there, and for positions on a GPU the host would wait.
     """
     if tokens_M is None:
         tokens_M = torch.arange(input_ids_1T.shape[1], device=input_ids_1T.device)
     row = _arranged(cast("PreTrainedModel", model), input_ids_1T, position_ids_1T, tokens_M, uses_last)
-    context, picks = scoring_of(model).context, row.picks_m
-    if context is None or picks is None:
+    sharing, picks = scoring_of(model).row_axis, row.picks_m
+    if sharing is None or picks is None:
         return scoring_of(model).score_tokens(row, score, given)
     parts = scoring_of(model).score_tokens(row, score, [values.index_select(0, picks) for values in given])
-    return total(parts, picks, len(tokens_M), context)
+    return total(parts, picks, len(tokens_M), sharing)
 
 
 def cross_entropy_sum(
@@ -141,14 +148,23 @@ def is_plain(head: nn.Linear) -> bool:
 
 
 def enable_scoring(
-    model: PreTrainedModel, state_layers: StateLayers | None = None, context: ContextAxis | None = None
+    model: PreTrainedModel,
+    state_layers: StateLayers | None = None,
+    mesh: Mesh | None = None,
+    sharing_heads: int = 1,
 ) -> None:
-    """Enable `score_tokens` on the sharded `model`. Call `check_scoring` before relying on it."""
+    """Enable `score_tokens` on the sharded `model`, whose rows the processes of `mesh` may share.
+
+    Call `check_scoring` before relying on it.
+    """
     scoring = scoring_of(model)
     scoring.score_tokens = MethodType(_score_tokens, model)
     scoring.layouts, scoring.shares_rows = (Grid,), True
     scoring.state_layers = state_layers or getattr(model, "state_layers", None)
-    scoring.context = context
+    scoring.context = None if mesh is None else mesh.context_axis
+    scoring.row_axis = None if mesh is None else mesh.row_axis
+    scoring.tp = None if mesh is None or mesh.tensor_axis is None else mesh.tensor_axis.tp
+    scoring.sharing_heads = sharing_heads
     if model.config._attn_implementation == SHARED:
         model.config._attn_implementation = SDPA
     register_fsdp_forward_method(model, "score_tokens")
@@ -164,6 +180,8 @@ def _score_tokens(
     layers = scoring_of(self).state_layers
     with nullcontext() if layers is None else layers.on(row.sequences):
         hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
+    if (tp := scoring_of(self).tp) is not None:
+        hidden = with_mean_gradient(hidden, tp.get_group())
     return score(hidden.flatten(0, 1).index_select(0, row.places_M), _logits_of(self), *given)
 
 
@@ -171,18 +189,23 @@ def _arranged(
     model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, tokens_M: Tensor, uses_last: bool
 ) -> ArrangedRow:
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
-    context = scoring_of(model).context
+    context, tp = scoring_of(model).context, scoring_of(model).tp
 
     def row_of(inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None) -> ArrangedRow:
         sequences = None
         if scoring_of(model).state_layers:
             sequences = batch_sequences(positions, nodes, node_of_token_T, device, context, uses_last=uses_last)
         places_M = tokens_M if node_of_token_T is None else node_of_token_T.index_select(0, tokens_M)
-        if context is None:
+        if context is None and tp is None:
             return ArrangedRow(inputs, places_M, sequences)
-        parts = {name: own_slice(inputs[name], context, 1) for name in ("input_ids", "position_ids")}
-        picks_m, places_m = own_tokens(places_M, nodes, context)
-        return ArrangedRow({**inputs, **parts, "context": context}, places_m, sequences, picks_m)
+        picks_m, places_m = torch.arange(len(places_M), device=device), places_M
+        if context is not None:
+            parts = {name: own_slice(inputs[name], context, 1) for name in ("input_ids", "position_ids")}
+            inputs = {**inputs, **parts, "context": context}
+            picks_m, places_m = own_tokens(places_M, nodes, context)
+        if tp is not None:
+            picks_m, places_m = (each.tensor_split(tp.size())[tp.get_local_rank()] for each in (picks_m, places_m))
+        return ArrangedRow(inputs, places_m, sequences, picks_m)
 
     if kernel not in (SDPA, SHARED, EAGER):
         if (padding := padded_length(positions.numel(), context) - positions.numel()) > 0:
@@ -204,7 +227,7 @@ def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_
     hidden_size, scoring = model.config.get_text_config().hidden_size, scoring_of(model)
     divisor = 1 if scoring.context is None else scoring.context.size
     if SequenceBlocks in scoring.layouts:
-        heads = model.config.get_text_config().num_attention_heads // divisor
+        heads = model.config.get_text_config().num_attention_heads // (divisor * scoring.sharing_heads)
         return find_sequence_blocks(
             input_ids_1T, position_ids_1T, heads, without_last=not uses_last, multiple_of=divisor
         )

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.trainer.process.world import Process
+from prime_rl.transport.loading import full_tensor, index_of, local
 from prime_rl.utils.logger import get_logger
 
 SLICE_BYTES = 2**30
@@ -149,11 +150,6 @@ def _slices(parameters: Sequence[nn.Parameter], slice_bytes: int) -> Iterator[li
         yield taken
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a sharded tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class ShardAdamW(AdamW):
     """AdamW that updates shards. States are sharded like their parameters, as those of AdamW."""
 
@@ -166,23 +162,20 @@ class ShardAdamW(AdamW):
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all tensors as one vector, of every process's shards. Collective.
-
-    Raises:
-        ValueError: the tensors are not sharded alike.
-    """
-    layouts = {(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors}
-    if len(layouts) != 1:
-        raise ValueError(f"the norm of tensors that are sharded in {len(layouts)} ways")
-    norm = get_total_norm(list(map(local, tensors)), foreach=True)
-    if (layout := layouts.pop()) is None:
-        return norm
-    mesh, placements = layout
-    squared = norm.square()
-    for axis, placement in enumerate(placements):
-        if placement.is_shard():
-            dist.all_reduce(squared, group=mesh.get_group(axis))
-    return squared.sqrt()
+    """The norm of all tensors as one vector, of every process's shards. Collective."""
+    alike: dict[Any, list[Tensor]] = {}
+    for each in tensors:
+        layout = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
+        alike.setdefault(layout, []).append(each)
+    squares = []
+    for of_layout in alike.values():
+        squared = get_total_norm(list(map(local, of_layout)), foreach=True).square()
+        if isinstance(first := of_layout[0], DTensor):
+            for axis, placement in enumerate(first.placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
+        squares.append(squared)
+    return torch.stack(squares).sum().sqrt()
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -238,8 +231,9 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = _orthogonal_of_all(gradient.lerp(buffer, momentum))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-2:])))
+        own = local(parameter)
+        own.mul_(1 - group["lr"] * group["weight_decay"])
+        own.add_(update, alpha=-group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-2:])))
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -268,13 +262,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def _orthogonal_of_all(update: Tensor) -> Tensor:
-    if not isinstance(update, DTensor):
-        return orthogonalised(update)
-    half = update.to(torch.bfloat16)
-    assert isinstance(half, DTensor)
-    whole = orthogonalised(half.full_tensor())
-    # Every process has the whole matrix, so nothing is sent.
-    return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None).to(update.dtype)
+    """This process's part of the orthogonalized `update`. Collective."""
+    whole = orthogonalised(full_tensor(update.to(torch.bfloat16)))
+    return whole[index_of(update)].to(update.dtype)
 
 
 def setup_optimizer(config: OptimizerConfig, model: nn.Module, states_on_host: bool = False) -> Optimizer:

@@ -98,11 +98,24 @@ def data_groups(ranks: Tensor, axis_names: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class ContextAxis:
-    """A process's position among those that compute different tokens of the same rows."""
+    """A process's position among those that compute, or score, different tokens of the same rows."""
 
     rank: int
     size: int
     group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAxis:
+    """The processes that divide the weights of each layer, and those that hold the same part of it.
+
+    Both meshes come from one root, as FSDP requires of weights that it shards further.
+    """
+
+    tp: DeviceMesh
+    """The processes that compute a layer together."""
+    fsdp: DeviceMesh
+    """As `Mesh.fsdp`, of the processes that hold the same part of each layer: for the decoder blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,47 +128,72 @@ class Mesh:
 
     process: Process
     fsdp: DeviceMesh
-    """Weights are sharded over its last axis, and replicated over the first of two."""
+    """Weights are sharded over its last axis, and replicated over the first of two. It has all processes."""
     data_axis: DataAxis
     context_axis: ContextAxis | None = None
     """None if every process computes whole rows."""
+    tensor_axis: TensorAxis | None = None
+    """None if every process computes whole layers."""
+    row_axis: ContextAxis | None = None
+    """The processes that share rows, along both axes above: each scores some tokens. None if they share none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Sizes of the axes: `dp_replicate` copies of the model, each sharded over `dp_shard` times `cp` processes.
+    """Sizes of the axes: `dp_replicate` copies of the model, each sharded over `dp_shard` times `cp` times `tp`
+    processes.
 
-    The first two axes together are the data axis. Processes along `cp` divide the tokens of a row.
+    The first two axes together are the data axis. Processes along `cp` divide the tokens of a row, and those along
+    `tp`, which are neighbours, the layers.
     """
 
     dp_replicate: int
     dp_shard: int
     cp: int = 1
+    tp: int = 1
 
     @classmethod
     def from_config(cls, config: ModelConfig, process: Process) -> ParallelDims:
         """Divide the processes as `config` says.
 
         Raises:
-            TrainerError: the number of processes is not a multiple of `model.dp_replicate` times `model.cp`.
+            TrainerError: the number of processes is not a multiple of `model.dp_replicate` times `model.cp` times
+                `model.tp`.
         """
         if fault := division_fault(config, process.world_size):
             raise TrainerError(fault)
-        return cls(config.dp_replicate, process.world_size // (config.dp_replicate * config.cp), config.cp)
+        sharing = config.dp_replicate * config.cp * config.tp
+        return cls(config.dp_replicate, process.world_size // sharing, config.cp, config.tp)
 
     def mesh(self, process: Process) -> Mesh:
         """Lay the processes out: one axis for FSDP, or two (replicate, shard) for HSDP. Collective."""
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp}
-        if self.dp_replicate == 1:
-            del axes["dp_replicate"]
-        fsdp = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        ranks = torch.arange(process.world_size).view(self.dp_replicate, self.dp_shard, self.cp)
-        data_axis = DataAxis.from_ranks(ranks, (*DATA_AXES, "cp"), process.rank)
-        if self.cp == 1:
-            return Mesh(process, fsdp, data_axis)
-        group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
-        assert group is not None
-        return Mesh(process, fsdp, data_axis, ContextAxis(process.rank % self.cp, self.cp, group))
+        ranks = torch.arange(process.world_size).view(self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        data_axis = DataAxis.from_ranks(ranks, (*DATA_AXES, "cp", "tp"), process.rank)
+        fsdp = self._device_mesh(process, {"dp_shard": self.dp_shard * self.cp * self.tp})
+        context_axis = _axis(ranks.movedim(2, -1).flatten(0, -2), process.rank)
+        row_axis = context_axis if self.tp == 1 else _axis(ranks.flatten(2, 3).flatten(0, 1), process.rank)
+        tensor_axis = None
+        if self.tp > 1:
+            root = self._device_mesh(process, {"dp_shard": self.dp_shard * self.cp, "tp": self.tp})
+            assert fsdp.mesh_dim_names is not None
+            tensor_axis = TensorAxis(root["tp"], root[fsdp.mesh_dim_names])
+        return Mesh(process, fsdp, data_axis, context_axis, tensor_axis, row_axis)
+
+    def _device_mesh(self, process: Process, axes: dict[str, int]) -> DeviceMesh:
+        """A mesh of all processes along `axes`, after an axis for copies of the model if there are several."""
+        if self.dp_replicate > 1:
+            axes = {"dp_replicate": self.dp_replicate, **axes}
+        return init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _axis(groups: Tensor, rank: int) -> ContextAxis | None:
+    """The axis of process `rank`, of `groups` of processes in order; None if each has only one. Collective."""
+    size = groups.shape[1]
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    assert group is not None
+    return ContextAxis(int((groups == rank).nonzero()[0, 1]), size, group)
 
 
 def setup_mesh(config: ModelConfig, process: Process) -> Mesh:

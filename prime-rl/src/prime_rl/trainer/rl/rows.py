@@ -272,7 +272,8 @@ def score_beside_teacher(
     beta: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `score_row` returns, and the divergences [M] from the row's teachers at its trained tokens; zeros without
-    `beta`. A row with divergences cannot be divided: the config refuses `model.cp` with them."""
+    `beta`. The tokens of a row with divergences cannot be divided: the config refuses `model.cp`
+    and `model.tp` with them."""
     vocab_size = model.config.get_text_config().vocab_size
     tops = None if beta is None else row.teacher_top
     places = targets if tops is None else torch.cat((targets, row.layout.trained_M))

@@ -1,0 +1,56 @@
+"""Models that tensor parallelism refuses. `tests/models/test_divided_rows.py` has those that it divides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from prime_rl.checks.model_description import ModelDescription
+from prime_rl.configs.model import ModelConfig
+from prime_rl.trainer.model.tensor_parallel import divide_layers
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.mesh import Mesh
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def without_values(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("config", [Lfm2Config(num_hidden_layers=2), GptOssConfig(num_hidden_layers=2)])
+def test_a_model_without_a_plan_is_refused(config: PretrainedConfig, mesh: Mesh) -> None:
+    with pytest.raises(ModelError, match=r"no plan to divide the layers of (Lfm2|GptOss)ForCausalLM"):
+        divide_layers(without_values(config), mesh.fsdp, mesh.process)
+
+
+def test_a_plan_with_another_style_is_refused(mesh: Mesh) -> None:
+    model = without_values(LlamaConfig(num_hidden_layers=2))
+    model.tp_plan = {"model.layers.*.mlp.gate_proj": "packed_colwise"}
+    with pytest.raises(ModelError, match="the plan of LlamaForCausalLM has packed_colwise, which is not supported"):
+        divide_layers(model, mesh.fsdp, mesh.process)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fault"),
+    [
+        ({"cp": 8}, None),
+        ({"tp": 2}, None),
+        ({"cp": 4, "tp": 2}, None),
+        ({"cp": 3}, "model.cp = 3 does not divide the 8 attention heads of LlamaForCausalLM"),
+        ({"cp": 8, "tp": 2}, "model.cp = 8 x model.tp = 2 does not divide the 8 attention heads of LlamaForCausalLM"),
+        ({"tp": 4}, "model.tp = 4 does not divide the 2 key-value heads of LlamaForCausalLM"),
+    ],
+    ids=str,
+)
+def test_processes_divide_the_heads_of_a_model(sizes: dict[str, int], fault: str | None) -> None:
+    assert ModelDescription(LLAMA).division_fault(ModelConfig(**sizes)) == fault
