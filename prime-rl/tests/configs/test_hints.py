@@ -301,6 +301,12 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
         "val_set_size",
         "use val.fraction (or val.size, a number of rows; for another file or split [val.data])",
     ),
+    (SFTConfig, "load_best_model_at_end", "use ckpt.keep_best"),
+    (RLConfig, "load_best_model_at_end", "use ckpt.keep_best"),
+    (SFTConfig, "early_stopping_patience", "use early_stop.patience"),
+    (RLConfig, "early_stopping_threshold", "use early_stop.min_delta"),
+    (RLConfig, "metric_for_best_model", "use orchestrator.eval.metric"),
+    (SFTConfig, "metric_for_best_model", "remove it: the validation loss decides"),
     (SFTConfig, "push", "upload <output_dir>/weights/step_<n> with `hf upload`"),
 ]
 
@@ -321,8 +327,8 @@ MISTAKES: list[tuple[type, str, str | None]] = [
     (TrainerConfig, "trainer.optim.lr", "leave out `trainer`: this is the config of trainer itself"),
     # Nothing is near enough.
     (InferenceConfig, "parallel.ep", None),
-    (RLConfig, "ckpt.keep_best", "did you mean trainer.ckpt.keep_best?"),
-    (OrchestratorConfig, "ckpt.keep_best", None),
+    (RLConfig, "ckpt.async_save", "did you mean trainer.ckpt.async_save?"),
+    (OrchestratorConfig, "ckpt.async_save", None),
     (OrchestratorConfig, "sampling.min_len", None),
     (TrainerConfig, "name", None),
     (TrainerConfig, "scheduler.gamma", None),

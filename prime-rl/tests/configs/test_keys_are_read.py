@@ -397,7 +397,7 @@ def test_a_key_that_nothing_reads_as_an_attribute_exists(key: str) -> None:
 
 
 def test_a_read_counts_for_the_class_it_is_of(reads: frozenset[Read]) -> None:
-    """What this test is for: the trainer's `ckpt.keep_best` has a reader, and no other `ckpt` has that key."""
+    """What this test is for: a key of the trainer's `ckpt` has a reader there, and one of another `ckpt` has not."""
     readers = {read.module for read in reads if read.attribute == "keep_best" and read.function}
     assert "prime_rl.trainer.checkpoints.manager" in readers
     owners = {read.owner for read in reads if read.attribute == "wait_for_weights_timeout"}

@@ -22,7 +22,7 @@ from prime_rl.utils.pydantic_config.describe import bounds_text
 from prime_rl.utils.pydantic_config.schema import Section, alternatives, list_items, walk_fields
 
 ANY_FINITE = {
-    "a reward may be any number": ("correct_reward", "easy_threshold", "hard_threshold"),
+    "a reward may be any number": ("correct_reward", "easy_threshold", "hard_threshold", "target"),
     "a divergence estimated by k1 may be negative": ("high", "low"),
     "an offset to a log-probability, in either direction": ("logprob_offset",),
 }
@@ -39,6 +39,8 @@ NO_UPPER = {
         "limit",
         "max_mean_abs_diff",
         "max_norm",
+        "min_delta",
+        "min_entropy",
         "ratio_cap",
         "sequence_clip_high",
         "sequence_mask_high",

@@ -72,6 +72,17 @@ def test_shared_checkpoints_keep_what_they_do_not_set(rl) -> None:
     assert (run.orchestrator.ckpt.keep_last, run.orchestrator.ckpt.keep_interval) == (2, None)
 
 
+def test_rules_that_end_a_run_and_the_best_checkpoint_are_set_once(rl) -> None:
+    options = (
+        "ckpt.interval=5 ckpt.keep-best orchestrator.eval.interval=10 early-stop.patience=3 early-stop.min-delta=0.01"
+    )
+    run = rl(*words(options))
+    assert run.trainer.ckpt.keep_best
+    assert run.orchestrator.ckpt.keep_best
+    assert (run.orchestrator.early_stop.patience, run.orchestrator.early_stop.min_delta) == (3, 0.01)
+    assert rl(*words("bench early-stop.constant-reward-steps=5")).orchestrator.early_stop is None
+
+
 def test_a_resumed_run_waits_for_the_trainer_that_starts_with_it(rl) -> None:
     key = "wait_for_weights_timeout"
     assert getattr(rl("--ckpt").orchestrator.ckpt, key) is None
@@ -119,6 +130,17 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ("trainer.ckpt", "trainer.ckpt is set and orchestrator.ckpt is not"),
         ("trainer.ckpt.interval=1 orchestrator.ckpt.interval=2", "trainer.ckpt.interval (1) and"),
         ("trainer.ckpt.resume-step=1 orchestrator.ckpt", "trainer.ckpt.resume_step (1) and"),
+        (
+            "trainer.ckpt.interval=5 trainer.ckpt.keep-best orchestrator.ckpt.interval=5",
+            "trainer.ckpt.keep_best (True) and orchestrator.ckpt.keep_best (False) differ: set ckpt.keep_best once",
+        ),
+        ("early-stop.patience=2", "early_stop.patience and early_stop.target need [eval]"),
+        ("ckpt.interval=5 ckpt.keep-best", "ckpt.keep_best needs [eval]"),
+        (
+            "ckpt.interval=4 ckpt.keep-best orchestrator.eval.interval=10",
+            "eval.interval (10) is not a multiple of ckpt.interval (4)",
+        ),
+        ("ckpt.keep-best orchestrator.eval", "ckpt.keep_best needs ckpt.interval: only versions"),
         ("orchestrator.wandb", "orchestrator.wandb is set and trainer.wandb is not"),
         ("trainer.wandb orchestrator.wandb.project=x", "trainer.wandb.project (prime-rl) and"),
         ("trainer.model.name=x orchestrator.model.name=x", "trainer.model.name ('x') and inference.model.name"),

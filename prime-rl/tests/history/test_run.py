@@ -17,6 +17,7 @@ import pytest
 from prime_rl.history.attempts import git_state, machine_facts
 from prime_rl.history.run import RunHistory
 from prime_rl.run.attempts import Receipt
+from prime_rl.run.early_stop import EarlyEnd, History
 from prime_rl.run.lock import STALE_S, run_lock
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import HeartbeatWriter
@@ -68,6 +69,14 @@ def test_a_receipt_tells_how_an_attempt_ended(tmp_path: Path, result: str) -> No
     state = RunHistory.open(tmp_path).state()
     assert (state.name, state.detail) == (result, "" if result == "complete" else "the reason")
     assert state.at_s is not None
+
+
+def test_a_run_that_ended_early_tells_why(tmp_path: Path) -> None:
+    paths = run_in(tmp_path)
+    EarlyEnd(20, "no improvement", History()).write(paths.early_end)
+    receipt(paths).end("complete", "")
+    state = RunHistory.open(tmp_path).state()
+    assert (state.name, state.detail) == ("complete", "early end: no improvement")
 
 
 def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:

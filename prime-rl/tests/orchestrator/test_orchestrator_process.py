@@ -22,6 +22,7 @@ import tomli_w
 
 from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.history.rollouts import KeptRollouts
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.ledger import check_ledger
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.process import COMPLETION_VARIABLE
@@ -203,6 +204,37 @@ def test_the_policy_is_evaluated_before_during_and_after_training(start, policy_
     assert (kept.steps(), kept.evaluations(), kept.faults) == ([0, 1, 2], [0, 2, 3], [])
     assert "Evaluation on 'held-out' | Version: 3 | avg@2: 1.0000" in run.log
     assert "4 rollouts failed and are not scored; first error: RuntimeError: the database" in run.log
+
+
+def test_a_version_that_is_good_enough_ends_the_run_which_continues_without_the_rule(start, policy_server) -> None:
+    """Answers are right from version 1 on. Evaluations wait for the saved version, even a step ahead of the trainer."""
+    evaluation = {"env": [{"id": "letters-env", "name": "held-out", "num_examples": 2}], "interval": 2}
+    ckpt = {"interval": 2, "keep_best": True}
+    run = start(max_steps=9, max_async_level=1, eval=evaluation, ckpt=ckpt, early_stop={"target": 1.0})
+    for step in range(2):
+        run.train_step(step)
+    end = run.until(lambda: run.receiver.receive(2))
+    assert run.finish() == 0
+    why = "eval/held-out/avg@1 is 1 at step 2 (target = 1)"
+    assert (end.examples, end.early_end) == ([], why)
+    assert [record["progress/ckpt_step"] for record in of_evaluations(run)] == [0, 2]
+    best = {"step": 2, "metric": "eval/held-out/avg@1", "value": 1.0}
+    assert json.loads(run.paths.best_checkpoint.read_text()) == best
+    record = EarlyEnd.read(run.paths.early_end)
+    assert record is not None
+    assert (record.step, record.why) == (2, why)
+    assert f"The run ends early, after 2 steps: {why}" in run.log
+
+    with replacing_directory(run.paths.checkpoint(2)):
+        pass
+    run.paths.orchestrator.batch(2).unlink()  # as a launcher does
+    policy_server.version = 0
+    resumed = start(max_steps=3, max_async_level=1, eval=evaluation, ckpt={**ckpt, "resume_step": -1})
+    resumed.train_step(2)
+    assert resumed.finish() == 0
+    assert [record["progress/ckpt_step"] for record in of_evaluations(resumed)] == [0, 2, 3]
+    assert json.loads(resumed.paths.best_checkpoint.read_text()) == best
+    assert not resumed.paths.early_end.exists()
 
 
 def test_the_batch_after_the_next_waits_for_the_trainer(start, policy_server) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.configs.shared import EarlyStopConfig
 from prime_rl.run.checkpoints import End
 from prime_rl.run.directory import RunFinished, check_run_dir, prepare_run_dir
+from prime_rl.run.early_stop import EarlyEnd, History
 from prime_rl.run.paths import RunPaths
 from prime_rl.utils.errors import RunDirError
 from prime_rl.utils.files import STABLE
@@ -113,6 +115,31 @@ def test_a_finished_run_is_refused_and_auto_leaves_it_at_that(paths: RunPaths) -
         check_run_dir(paths, AUTO, end=End(4))
     assert check_run_dir(paths, AUTO, end=End(5)) == 4
     assert check_run_dir(paths, 2, end=End(4)) == 2
+
+
+def test_a_run_that_ended_early_is_finished_until_its_rule_changes(paths: RunPaths) -> None:
+    fill(paths.checkpoints, "step_2", "step_4")
+    paths.completion("trainer").parent.mkdir(exist_ok=True)
+    paths.completion("trainer").touch()
+    history = History(evaluations=[(2, 1.0), (3, 1.5), (4, 2.0)])
+    EarlyEnd(4, "the loss rose", history).write(paths.early_end)
+    end = End(10, early_stop=EarlyStopConfig(patience=2))
+    refusal = r"step 4, and it ended early: val/loss did not improve .*; change or remove \[early_stop\] to continue it"
+    with pytest.raises(RunDirError, match=refusal):
+        check_run_dir(paths, LATEST, end=end)
+    with pytest.raises(RunFinished, match=r"ended early: val/loss did not improve .*; there is nothing left to do"):
+        check_run_dir(paths, AUTO, end=end)
+    assert check_run_dir(paths, 2, end=end) == 2
+    assert check_run_dir(paths, AUTO, end=End(10, early_stop=EarlyStopConfig(patience=3))) == 4
+    assert check_run_dir(paths, AUTO, end=End(10)) == 4
+    prepare_run_dir(paths, 4)
+    assert not paths.early_end.exists(), "a run that continues has not ended"
+
+
+def test_the_best_step_alone_is_no_checkpoint_of_another_run(paths: RunPaths) -> None:
+    paths.checkpoints.mkdir()
+    paths.best_checkpoint.write_text('{"step": 2}')
+    assert check_run_dir(paths, AUTO) is None
 
 
 def test_a_run_of_epochs_is_finished_after_as_many(paths: RunPaths) -> None:

@@ -72,6 +72,23 @@ def manager(root: Path, mesh: Mesh, **fields) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(**fields), RunPaths(root), mesh.process, mesh.data_axis)
 
 
+@pytest.mark.parametrize("rule", [{"keep_last": 1}, {"keep_interval": 100}], ids=str)
+def test_the_best_step_that_another_process_chooses_is_kept_and_the_newest_until_it_is_evaluated(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh, rule: dict[str, int]
+) -> None:
+    paths, choices = RunPaths(tmp_path), [None, 1, 1, 3]
+    config = CheckpointConfig(keep_best=True, weights=None, **rule)
+    # Each save sees the choice among the steps before it.
+    left = iter(choices)
+    checkpoints = CheckpointManager(config, paths, mesh.process, mesh.data_axis, best_elsewhere=lambda: next(left))
+    state, kept = new_state(tiny_model_dir, mesh), []
+    for _ in choices:
+        train(state, 1)
+        checkpoints.save(state, {})
+        kept.append(stable_steps(paths.checkpoints))
+    assert kept == [[1], [1, 2], [1, 3], [3, 4]]
+
+
 @pytest.mark.parametrize("states_on_host", [False, True])
 @pytest.mark.parametrize(
     "optim",

@@ -138,15 +138,16 @@ def _kept(ckpt: CheckpointConfig, max_steps: int | None, default: int | None) ->
     """Number of steps that stay on disk; None if it grows without end."""
     has_rule = ckpt.keep_last is not None or ckpt.keep_interval is not None
     last = ckpt.keep_last if has_rule else default
+    best = int(ckpt.keep_best)
     if ckpt.interval is None:
-        return 1
+        return 1 + best
     if max_steps is None:
-        return None if ckpt.keep_interval is not None or last is None else last
+        return None if ckpt.keep_interval is not None or last is None else last + best
     saves = -(-max_steps // ckpt.interval)
     if last is None and ckpt.keep_interval is None:
         return saves
     multiples = 0 if ckpt.keep_interval is None else max_steps // lcm(ckpt.interval, ckpt.keep_interval)
-    return min(saves, (last or 0) + multiples)
+    return min(saves, (last or 0) + multiples) + best
 
 
 def _computed_bytes(config: TrainerConfig) -> int:

@@ -47,6 +47,7 @@ from prime_rl.configs.rollouts.sampling import (
 from prime_rl.configs.shared import (
     BaseModelConfig,
     ClientConfig,
+    EarlyStopConfig,
     FileSystemTransportConfig,
     HeartbeatConfig,
     LogConfig,
@@ -299,6 +300,10 @@ class CheckpointConfig(BaseConfig):
     keep_interval: Count | None = None
     """Keep every checkpoint of `interval` whose step is a multiple of n. None disables the rule."""
 
+    keep_best: bool = False
+    """Record the saved step with the best evaluation in `checkpoints/best.json`, for the trainer to keep it. Each
+    evaluation then waits until the servers have the weights of its step."""
+
     skip_progress: bool = False
     """Continue without the saved progress."""
 
@@ -370,6 +375,9 @@ class OrchestratorConfig(RootConfig):
 
     eval: EvalConfig | None = None
     """Evaluation during training. None disables it."""
+
+    early_stop: EarlyStopConfig | None = None
+    """Rules that end the run before `max_steps`. None has none."""
 
     buffer: BufferConfig = BufferConfig()
     """Chooses the examples to roll out."""
@@ -534,6 +542,7 @@ class OrchestratorConfig(RootConfig):
                 derive(self, "batch_size times oversampling_factor", max_inflight_rollouts=in_flight)
         if self.bench:
             derive(self, "bench", max_steps=BENCH_STEPS, max_async_level=BENCH_ASYNC_LEVEL, eval=None)
+            derive(self, "bench", early_stop=None)
             for monitor in filter(None, (self.wandb, self.prime_monitor)):
                 derive(monitor, "bench", log_extras=None)
         set_by_us = {"seq_len": self.seq_len, "score_rollouts": not self.buffer.skip_verification}
@@ -603,10 +612,30 @@ class OrchestratorConfig(RootConfig):
                 f"buffer.skip_verification cannot be used with workflow: the agent of {scored[0]!r} gives its own "
                 "reward"
             )
+        yield from self._best_faults()
         yield from judge_faults("env", self.env, self.judge)
         yield from judge_faults("eval.env", [] if self.eval is None else self.eval.env, self.judge)
         if (ratios := self.buffer.env_ratios) is not None and len(ratios) != len(self.env):
             yield f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments"
+
+    def _best_faults(self) -> Iterator[str]:
+        """Rules of `ckpt.keep_best` and `early_stop`."""
+        rules, ckpt, evaluation = self.early_stop, self.ckpt, self.eval
+        if rules is not None and rules.compares_evaluations and evaluation is None:
+            yield "early_stop.patience and early_stop.target need [eval]: they compare evaluations"
+        if evaluation is not None and evaluation.metric is not None:
+            yield from evaluation.metric_faults()
+        if ckpt is None or not ckpt.keep_best:
+            return
+        if evaluation is None:
+            yield "ckpt.keep_best needs [eval]: the best step is the one with the best evaluation"
+        elif ckpt.interval is None:
+            yield "ckpt.keep_best needs ckpt.interval: only versions that are saved can be kept"
+        elif evaluation.interval % ckpt.interval != 0:
+            yield (
+                f"ckpt.keep_best: eval.interval ({evaluation.interval}) is not a multiple of ckpt.interval "
+                f"({ckpt.interval}): versions would be evaluated that are not saved"
+            )
 
     def _advantage_warnings(self) -> Iterator[str]:
         config = self.advantage

@@ -31,6 +31,7 @@ from prime_rl.configs.rollouts.sampling import EvalSamplingConfig
 from prime_rl.configs.shared import (
     BaseModelConfig,
     Device,
+    EarlyStopConfig,
     FileAccess,
     HeartbeatConfig,
     LogConfig,
@@ -548,6 +549,9 @@ class SFTConfig(LaunchedConfig):
     ckpt: CheckpointConfig | None = None
     """Checkpoints. None writes none."""
 
+    early_stop: EarlyStopConfig | None = None
+    """Rules that end the run before `max_steps`. None has none."""
+
     log: LogConfig = LogConfig()
     """Logs."""
 
@@ -648,7 +652,7 @@ class SFTConfig(LaunchedConfig):
         if self.bench is not None:
             constant = ConstantSchedulerConfig()
             derive(self, "bench", max_steps=BENCH_STEPS, num_epochs=None, ckpt=None, scheduler=constant)
-            derive(self, "bench", eval=None, inference=None)
+            derive(self, "bench", eval=None, inference=None, early_stop=None)
         return self
 
     @model_validator(mode="after")
@@ -719,6 +723,12 @@ class SFTConfig(LaunchedConfig):
         yield from self._split_faults()
         if self.ckpt is not None and self.ckpt.keep_best and self.val is None:
             yield "ckpt.keep_best needs [val]: the best step is the one with the lowest validation loss"
+        if self.early_stop is not None:
+            if self.early_stop.compares_evaluations and self.val is None:
+                yield "early_stop.patience and early_stop.target need [val]: they compare validation losses"
+            for key in ("min_entropy", "constant_reward_steps"):
+                if getattr(self.early_stop, key) is not None:
+                    yield f"early_stop.{key} is a rule for RL: set patience or target"
         if isinstance(self.model.fused_lm_head_chunk_size, int):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
         deployment = self.deployment

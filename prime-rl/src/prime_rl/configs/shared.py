@@ -160,6 +160,41 @@ class StallConfig(BaseConfig):
     """Seconds that a process may be stopped by a signal, such as SIGSTOP. None disables it."""
 
 
+class EarlyStopConfig(BaseConfig):
+    """Ends a run early, as `max_steps` would: with a last checkpoint, exported weights and exit code 0. The rules
+    compare validation losses in SFT, evaluations in RL (`orchestrator.eval.metric`)."""
+
+    patience: Count | None = None
+    """End after this number of evaluations in a row without improvement. None disables the rule."""
+
+    min_delta: float = Field(0.0, ge=0)
+    """`patience` counts an evaluation as improvement if it is better than the best one by more than this."""
+
+    target: float | None = None
+    """End after an evaluation that is at least as good as this: at most in SFT, at least in RL. None disables the
+    rule."""
+
+    min_entropy: float | None = Field(None, ge=0)
+    """RL: end if `entropy/mean`, in nats, is below this for `min_entropy_steps` steps in a row. None disables the
+    rule."""
+
+    min_entropy_steps: Count = 10
+    """Number of steps that `min_entropy` waits for."""
+
+    constant_reward_steps: int | None = Field(None, ge=2, le=LARGEST)
+    """RL: end if `reward/mean` is the same in this number of steps in a row. None disables the rule."""
+
+    @property
+    def compares_evaluations(self) -> bool:
+        return self.patience is not None or self.target is not None
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if not self.compares_evaluations and self.min_entropy is None and self.constant_reward_steps is None:
+            raise ValueError("has no rule: set patience, target, min_entropy or constant_reward_steps")
+        return self
+
+
 class LogConfig(BaseConfig):
     """Log lines on the terminal and in files."""
 

@@ -150,8 +150,9 @@ class CheckpointConfig(BaseConfig):
     """Continue training while a checkpoint is written. Needs memory for a copy of weights and optimizer state."""
 
     keep_best: bool = False
-    """SFT: save if the validation loss is the lowest so far, record the step in `checkpoints/best.json`, and keep it
-    regardless of the other rules."""
+    """Record the best step in `checkpoints/best.json`, and keep its checkpoint regardless of the other rules. SFT takes
+    the lowest validation loss, and saves such a step; RL takes the saved step with the best evaluation
+    (`orchestrator.eval.metric`)."""
 
     skip_progress: bool = False
     """SFT: continue without the saved progress."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.history.attempts import Attempt, read_attempts
 from prime_rl.history.metrics import MetricLog
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.lock import LOCK_NAME, STALE_S, Holder
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.run.process import Heartbeat, read_heartbeats
@@ -120,7 +121,9 @@ class RunHistory:
         now_s = time.time() if now_s is None else now_s
         last = self.attempts[-1] if self.attempts else None
         if last is not None and last.result is not None:
-            return RunState(_RESULTS.get(last.result, "unknown"), last.message, last.ended_s)
+            early = EarlyEnd.read(self.paths.early_end) if last.result == "complete" else None
+            detail = last.message if early is None else f"early end: {early.why}"
+            return RunState(_RESULTS.get(last.result, "unknown"), detail, last.ended_s)
         lock = self.paths.root / LOCK_NAME
         seen_s = None
         with contextlib.suppress(OSError):

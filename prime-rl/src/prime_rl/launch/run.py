@@ -29,6 +29,7 @@ from prime_rl.launch.stalling import Watchdog
 from prime_rl.launch.supervisor import Supervisor
 from prime_rl.run.attempts import PARTS, Receipt, next_attempt
 from prime_rl.run.directory import RunFinished, files_readable_by, settle, write_configs
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.lock import run_lock
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.storage.copies import CopiedRun, RunCopy, copying
@@ -337,6 +338,8 @@ def _report(outcome: Outcome, job: Job, screen: Screen, log: LaunchLog) -> None:
     """Report how the run ended: the summary on stdout, an error on stderr."""
     summary = screen.summary(outcome.succeeded)
     if summary is not None:
+        if outcome.succeeded and (early := EarlyEnd.read(job.paths.early_end)) is not None:
+            summary += f"; it ended early: {early.why}"
         if not screen.has_shown("trainer") and (weights := stable_steps(job.paths.weights)):
             summary += f"; weights in {job.paths.weight(weights[-1])}"
         log.note(summary)

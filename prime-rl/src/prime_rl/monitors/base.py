@@ -244,20 +244,28 @@ class Relay:
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Whole lines that were not read yet. A damaged one is left out."""
-        try:
-            file = self.paths.metrics.open("rb")
-        except OSError:
-            return
-        with file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                with contextlib.suppress(ValueError, RecursionError):
-                    record = json.loads(line)
-                    if isinstance(record, dict):
-                        yield record
+        for record, end in records_after(self.paths.metrics, self._offset):
+            self._offset = end
+            if record is not None:
+                yield record
+
+
+def records_after(path: Path, offset: int) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Each whole line of a `metrics.jsonl` from `offset` on, and the offset of its end. None for a damaged line."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            yield record if isinstance(record, dict) else None, offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 from prime_rl.configs.orchestrator import CheckpointConfig
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.run.checkpoints import SavedSteps, kept_steps
+from prime_rl.run.early_stop import History
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.contents import find_damage
 from prime_rl.utils.errors import RunDirError
@@ -41,6 +42,10 @@ class Progress:
     total_problems: int = 0
     ledger_bytes: int | None = None
     """Size of the ledger at the checkpoint. None in checkpoints of older versions, which have no ledger."""
+    history: History = field(default_factory=History)
+    """What the rules of `[early_stop]` and of `ckpt.keep_best` look at."""
+    metrics_bytes: int = 0
+    """Size of the part of `metrics.jsonl` whose entropies are in `history`."""
 
     def advance(self, tokens: int, samples: int, problems: int) -> None:
         self.step += 1
@@ -77,7 +82,8 @@ class Checkpoints:
         if fault := find_damage(part.parent):
             raise OrchestratorError(fault)
         try:
-            progress = Progress(**json.loads(self.paths.saved_progress(step).read_text()))
+            saved = json.loads(self.paths.saved_progress(step).read_text())
+            progress = Progress(**{**saved, "history": History.of(saved.get("history", {}))})
             return progress, json.loads(self.paths.saved_buffer(step).read_text())
         except (OSError, ValueError, TypeError) as error:
             raise OrchestratorError(f"cannot read the orchestrator's checkpoint {part}: {error}") from error

@@ -16,6 +16,8 @@ from prime_rl.configs.orchestrator import EvalConfig, EvalEnvConfig, ValConfig
 from prime_rl.history.attempts import read_attempts
 from prime_rl.history.metrics import MetricLog
 from prime_rl.monitors import Monitor
+from prime_rl.orchestrator.early_stop import EarlyStop
+from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.orchestrator.leaks import METRIC, Overlap
 from prime_rl.orchestrator.reports.reporter import reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
@@ -103,16 +105,30 @@ class Evaluator:
     """Maximum number of concurrent rollouts, over all environments."""
     was_evaluated: Callable[[int], bool]
     """Whether the run has evaluated a version before it was resumed."""
+    early_stop: EarlyStop | None = None
+    """Gets the scores of each version."""
 
-    async def run_if_due(self, step: int, scheduler: Scheduler) -> None:
-        """Evaluate before the batch of `step` is collected, if an evaluation is due."""
+    def report_to(self, early_stop: EarlyStop) -> None:
+        """Give `early_stop` the scores, also of the resumed version if a stop has cut its evaluation short."""
+        self.early_stop = early_stop
+        resumed = self.policy.version
+        if resumed and early_stop.compared_metrics and not early_stop.has_evaluated(resumed):
+            self.schedule.last = resumed - 1
+
+    async def run_if_due(self, step: int, scheduler: Scheduler) -> bool:
+        """Evaluate before the batch of `step` is collected, if an evaluation is due. Whether it was."""
+        if self.early_stop is not None and self.early_stop.keeps_best and step % self.config.interval == 0:
+            # Only multiples of the interval are saved for sure, and the servers may otherwise be a version behind, or
+            # hold the next one before the next step.
+            await self.policy.require_version(step)
         # The batch needs this version anyway. With max_async_level = 0, every evaluation is at an exact multiple.
         await self.policy.require(step)
         if not self.schedule.due(self.policy.version):
-            return
+            return False
         if self.config.cancel_inflight_rollouts_on_eval:
             await scheduler.interrupt()
         await self._run(step)
+        return True
 
     async def finish(self, version: int) -> None:
         """Wait until the trainer has published `version`, the last one, and evaluate it."""
@@ -139,6 +155,8 @@ class Evaluator:
             _log_scores(each.name, version, set_metrics, set_outcomes)
             metrics |= {f"eval/{each.name}/{name}": value for name, value in set_metrics.items()}
         self.monitor.log(metrics, step)
+        if self.early_stop is not None:
+            self.early_stop.evaluated(version, metrics)
 
     def _groups(self, eval_set: EvalSet) -> Iterator[EvalGroup]:
         # All rollouts of a row are adjacent, so that servers hit their prefix cache.
@@ -147,6 +165,23 @@ class Evaluator:
             for number in range(eval_set.rollouts):
                 sampling_args = eval_sampling_args(self.config.sampling, example, number)
                 yield EvalGroup(eval_set.environment, example, sampling_args, max_retries=eval_set.max_retries)
+
+
+def refuse_unknown_function(config: EvalConfig, environments: Mapping[str, Environment]) -> None:
+    """Raise EnvironmentFault if `eval.metric` is the mean of a function that its environment does not have."""
+    for name, environment in environments.items():
+        kind = (config.metric or "").removeprefix(f"eval/{name}/").partition("/")[0]
+        if kind not in ("reward_parts", "metrics"):
+            continue
+        known = [
+            f"eval/{name}/{'reward_parts' if weight else 'metrics'}/{each}"
+            for each, weight in environment.reward_functions.items()
+        ]
+        if config.metric not in known:
+            raise EnvironmentFault(
+                f"orchestrator.eval.metric: no evaluation makes {config.metric!r}: the functions of {name!r} are "
+                f"{', '.join(known) or 'none'}"
+            )
 
 
 def is_reported(run: RunPaths, version: int) -> bool:

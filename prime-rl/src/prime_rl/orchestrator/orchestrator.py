@@ -99,6 +99,7 @@ def prepare_directory(config: OrchestratorConfig, paths: OrchestratorPaths) -> i
     check_output_dir(run_paths, resuming=wanted is not None)
     resume_step = Checkpoints(run_paths, paths).resolve(wanted)
     remove_stale(paths, resume_step or 0)
+    run_paths.early_end.unlink(missing_ok=True)  # a launcher has done so
     if config.weight_broadcast.type == "filesystem":
         remove_empty_broadcasts(paths)
     paths.control.mkdir(parents=True, exist_ok=True)

@@ -25,9 +25,17 @@ from prime_rl.orchestrator.batches.advantage import setup_advantage, try_advanta
 from prime_rl.orchestrator.batches.batch import BatchTarget, setup_filters
 from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, restore
+from prime_rl.orchestrator.early_stop import EarlyStop
 from prime_rl.orchestrator.env_checks.examination import EVAL_KEY, Room, placed, refuse_unusable
 from prime_rl.orchestrator.errors import EnvironmentFault
-from prime_rl.orchestrator.evaluator import EvalSchedule, EvalSet, Evaluator, Validator, is_reported
+from prime_rl.orchestrator.evaluator import (
+    EvalSchedule,
+    EvalSet,
+    Evaluator,
+    Validator,
+    is_reported,
+    refuse_unknown_function,
+)
 from prime_rl.orchestrator.leaks import overlap, tell
 from prime_rl.orchestrator.reports.reporter import Reporter, delay_metrics, sample_interval, setup_monitor
 from prime_rl.orchestrator.reports.reward_watch import AnswerLimits, RewardWatch
@@ -77,6 +85,8 @@ def run_orchestrator(config: OrchestratorConfig, resume_step: int | None, sleep:
     with run_judges(config.judge, RunPaths.from_orchestrator_dir(config.output_dir)) as judges:
         environments = Environments.load(config)
         refuse_unusable(placed(environments.train, environments.eval), config)
+        if config.eval is not None:
+            refuse_unknown_function(config.eval, environments.eval)
         give_clearance(OrchestratorPaths(config.output_dir).environments_checked)
         _collect_garbage_seldom()
         # Environments first: our signal handlers must replace those that verifiers installs for each environment.
@@ -151,6 +161,7 @@ async def _run(
             direct = await DirectWeights.connect(config.weight_broadcast, pool, paths)
         checkpoints = Checkpoints(run, paths, config.ckpt or CheckpointConfig(), bool(pool.adapter or direct))
         progress = await _start(config, checkpoints, buffer, pool, resume_step, held_version)
+        early_stop = EarlyStop.start(config, run, progress)
         async_limits = AsyncLimits(config.max_async_level, config.strict_async_level)
         policy = Policy(paths, pool, async_limits, config.trainer_timeout, progress.step)
         teacher = await ready_teachers(config, run, closing, environments.train)
@@ -160,6 +171,9 @@ async def _run(
         heartbeat = Heartbeat(config.heartbeat.url if config.heartbeat else None)
         rollout_log = closing.enter_context(RolloutLog.from_config(config, environments.weights()))
         reward_watch = make_reward_watch(config, environments.train)
+        evaluator = make_evaluator(config, environments, policy, pool, monitor, rollout_log)
+        if evaluator is not None and early_stop is not None:
+            evaluator.report_to(early_stop)
         steps = Steps(
             scheduler=scheduler,
             policy=policy,
@@ -176,7 +190,8 @@ async def _run(
             max_steps=config.max_steps,
             length_limit=Room.of(config).limit,
             teacher=teacher,
-            evaluator=make_evaluator(config, environments, policy, pool, monitor, rollout_log),
+            evaluator=evaluator,
+            early_stop=early_stop,
             validator=make_validator(config, environments.train, pool),
             empty=EmptyBatches(sleep),
             free_servers=pool.free_memory if config.servers_sleep else None,

@@ -16,16 +16,17 @@ from prime_rl.orchestrator.batches.advantage import AdvantageFunction, assign_ad
 from prime_rl.orchestrator.batches.batch import Batch, BatchTarget, Filter, apply_filters, build_batch, what_is_left_out
 from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress
+from prime_rl.orchestrator.early_stop import EarlyStop
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.evaluator import Evaluator, Validator
-from prime_rl.orchestrator.reports.reporter import Reporter, StepStatus, StepTimes, count_tokens
+from prime_rl.orchestrator.reports.reporter import Reporter, StepStatus, StepTimes, count_tokens, reward_metrics
 from prime_rl.orchestrator.reports.rollout_log import RolloutLog
 from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.sampling import temperature_at, train_sampling_args
 from prime_rl.orchestrator.scheduling.scheduler import Scheduler
 from prime_rl.orchestrator.servers.policy import Policy
 from prime_rl.run.process import own_beats
-from prime_rl.transport import BatchSender
+from prime_rl.transport import BatchSender, TrainingBatch
 from prime_rl.utils.logger import get_logger
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -76,6 +77,7 @@ class Steps:
     """Name of the limit on a prompt with its completion, for messages."""
     teacher: Teachers | None = None
     evaluator: Evaluator | None = None
+    early_stop: EarlyStop | None = None
     validator: Validator | None = None
     validation: dict[str, float] = field(default_factory=dict)
     """Validation metrics of the current step."""
@@ -88,13 +90,16 @@ class Steps:
     times: StepTimes = field(default_factory=StepTimes)
 
     async def run(self, progress: Progress) -> None:
-        """Send batches until `max_steps`, then save a final checkpoint and evaluate."""
+        """Send batches until `max_steps` or an early end, then save a final checkpoint and evaluate."""
         own_beats().started()
         while self.max_steps is None or progress.step < self.max_steps:
             # First, so that a run stopped during this step draws the same examples when it resumes.
             self.save(progress)
-            if self.evaluator is not None:
-                await self.evaluator.run_if_due(progress.step, self.scheduler)
+            if self.evaluator is not None and await self.evaluator.run_if_due(progress.step, self.scheduler):
+                self.save(progress)  # with the result, so that a resumed run decides by it, too
+            if self.early_stop is not None and (why := self.early_stop.why_to_end()) is not None:
+                await self.end_early(why, progress.step, self.early_stop)
+                break
             with self._timing("step"):
                 groups = await self.collect(progress.step)
                 batch = self.prepare(groups)
@@ -111,6 +116,8 @@ class Steps:
         self.save(progress)
         if self.evaluator is not None:
             await self.evaluator.finish(progress.step)
+            if self.early_stop is not None:
+                self.save(progress)  # with the result, so that a run that goes on later knows its best version
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint from which a resumed run starts with this step."""
@@ -156,9 +163,17 @@ class Steps:
         progress.advance(tokens.total, len(batch.rollouts), len(batch.groups))
         self.empty.in_a_row = 0
 
+    async def end_early(self, why: str, step: int, early_stop: EarlyStop) -> None:
+        """Tell the trainer that it gets no batch of `step`, and record why."""
+        early_stop.end(why)
+        message = TrainingBatch(examples=[], step=step, early_end=why)
+        await asyncio.get_running_loop().run_in_executor(self.sending, self.sender.send, message)
+
     def report(self, batch: Batch, progress: Progress) -> None:
         """Report the step that has just been sent."""
         step = progress.step - 1
+        if self.early_stop is not None:
+            self.early_stop.rewarded(reward_metrics(batch.groups)["reward/mean"])
         policy_times = self.policy.take_times()
         self.times.wait_for_ckpt, self.times.update_weights = policy_times.waiting_s, policy_times.updating_s
         status = StepStatus(

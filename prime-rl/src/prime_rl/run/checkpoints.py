@@ -10,13 +10,15 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
 from prime_rl.configs.ranges import AUTO
+from prime_rl.configs.shared import EarlyStopConfig
 from prime_rl.configs.surface.renamed import SFT_COMMANDS
 from prime_rl.configs.surface.resuming import ResumeRule, rule_for
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, stable_steps, step_of
 from prime_rl.utils.contents import find_damage, read_contents
 from prime_rl.utils.errors import RunDirError
@@ -48,6 +50,7 @@ class End:
     max_steps: int | None = None
     num_epochs: float | None = None
     """Passes over the data. Only the trainer knows how many steps they take."""
+    early_stop: EarlyStopConfig | None = None
 
     def __str__(self) -> str:
         return f"max_steps = {self.max_steps}" if self.max_steps is not None else f"num_epochs = {self.num_epochs:g}"
@@ -57,12 +60,20 @@ class End:
         return "num_epochs" if self.max_steps is None else "max_steps"
 
 
+class Finish(NamedTuple):
+    """Why a run is finished, and how to continue it all the same."""
+
+    why: str
+    remedy: str
+
+
 def end_of(config: SFTConfig | RLConfig) -> End:
     """Limits of a run. There are none if steps count from 0 again."""
     trainer: Any = getattr(config, "trainer", config)
     if trainer.ckpt is not None and trainer.ckpt.skip_progress:
         return End()
-    return End(trainer.max_steps, getattr(trainer, "num_epochs", None))
+    early_stop = getattr(config, "orchestrator", trainer).early_stop
+    return End(trainer.max_steps, getattr(trainer, "num_epochs", None), early_stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +173,23 @@ class SavedSteps:
             f"{self.run.checkpoint(step)}: {advice}"
         )
 
-    def is_finished(self, step: int, end: End) -> bool:
-        """Whether the run that saved `step` has done all of its work, the end of it included."""
+    def why_finished(self, step: int, end: End) -> Finish | None:
+        """Why the run that saved `step` has done all of its work, the end of it included; None if it has not."""
         parts = ["trainer", *(["orchestrator"] if self.has_orchestrator else [])]
         # Only SFT evaluates in a separate process.
         parts += ["evaluator"] if self.paths.config("eval").is_file() else []
         if not all(self.paths.completion(part).is_file() for part in parts):
-            return False
+            return None
+        early = EarlyEnd.read(self.paths.early_end)
+        # Decided again: the rules may have changed since.
+        if early is not None and early.step == step and (why := early.history.why_to_end(end.early_stop)):
+            return Finish(f"it ended early: {why}", "change or remove [early_stop]")
         if end.max_steps is not None:
-            return step >= end.max_steps
-        done = self._epochs_of(step) if step == max(self.complete, default=None) else None
-        return end.num_epochs is not None and done is not None and done >= end.num_epochs
+            is_done = step >= end.max_steps
+        else:
+            epochs = self._epochs_of(step) if step == max(self.complete, default=None) else None
+            is_done = end.num_epochs is not None and epochs is not None and epochs >= end.num_epochs
+        return Finish(str(end), f"raise {end.key}") if is_done else None
 
     def _epochs_of(self, step: int) -> float | None:
         """The `num_epochs` that the run that saved `step` was to train for; None if it had none, or nothing tells."""

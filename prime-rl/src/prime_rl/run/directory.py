@@ -118,17 +118,20 @@ def _clean(root: Path) -> None:
 
 
 def _refuse_if_finished(paths: RunPaths, step: int, end: End, is_auto: bool) -> None:
-    if not SavedSteps.of(paths).is_finished(step, end):
+    finish = SavedSteps.of(paths).why_finished(step, end)
+    if finish is None:
         return
-    finished = f"the run in {paths.root} is finished: its last checkpoint is step {step}, and {end}"
+    finished = f"the run in {paths.root} is finished: its last checkpoint is step {step}, and {finish.why}"
     if is_auto:
         raise RunFinished(f"{finished}; there is nothing left to do")
-    raise RunDirError(f"{finished}; raise {end.key} to continue it")
+    raise RunDirError(f"{finished}; {finish.remedy} to continue it")
 
 
 def _discard_stale(paths: RunPaths, resume_step: int | None) -> None:
-    """Remove batches from the first step on, policies newer than the one to start from, control files and status."""
+    """Remove batches from the first step on, policies newer than the one to start from, control files, status and the
+    record of an early end."""
     paths.status.unlink(missing_ok=True)
+    paths.early_end.unlink(missing_ok=True)
     run, first_step = paths.orchestrator, max(resume_step or 0, 0)
     oldest_stale_broadcast = 0 if resume_step is None else first_step + 1
     if resume_step is not None and _is_of_another_attempt(paths, first_step):
@@ -192,7 +195,8 @@ def check_output_dir(paths: RunPaths, resuming: bool) -> None:
         RunDirError: `OUT/checkpoints` has entries, other than a save that did not end, and the run does not resume.
     """
     entries = paths.checkpoints.iterdir() if paths.checkpoints.is_dir() and not resuming else ()
-    if not any(entry.suffix != PARTIAL for entry in entries):
+    # The orchestrator may have recorded the best step before the trainer had saved it.
+    if all(entry.suffix == PARTIAL or entry == paths.best_checkpoint for entry in entries):
         return
     raise RunDirError(
         f"{paths.root} holds the checkpoints of another run: choose another --output-dir, "

@@ -147,6 +147,11 @@ class RunPaths:
         return self.root / "STATUS.md"
 
     @property
+    def early_end(self) -> Path:
+        """Step and reason of a run that a rule of `[early_stop]` has ended, as JSON."""
+        return self.root / "early_end.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -162,7 +167,7 @@ class RunPaths:
 
     @property
     def best_checkpoint(self) -> Path:
-        """The step with the lowest validation loss, as JSON."""
+        """The step with the lowest validation loss or, in RL, with the best evaluation, as JSON."""
         return self.checkpoints / "best.json"
 
     @property

@@ -98,7 +98,7 @@ def small_files(paths: RunPaths, samples: bool) -> Iterator[Path]:
     trees = (
         *(paths.configs, paths.logs, paths.attempts, paths.traces, paths.slurm),
         *(run.logs, run.ledger, evaluation.settings, evaluation.summary),
-        *(paths.status, paths.best_checkpoint),
+        *(paths.status, paths.best_checkpoint, paths.early_end),
         *sorted(paths.root.glob(f"{paths.metrics.stem}*{paths.metrics.suffix}")),
         *sorted(paths.control.glob("*.id")),
         *sorted(paths.control.glob("*.complete")),

@@ -71,6 +71,8 @@ class TrainingBatch(msgspec.Struct, array_like=True):
     step: int
     run_idx: int | None = None
     """Set by the receiver."""
+    early_end: str | None = None
+    """Why the run ends here, without a batch of this step. `examples` is then empty."""
 
 
 class MicroBatch(msgspec.Struct, array_like=True):

@@ -50,11 +50,13 @@ def batch(step: int) -> TrainingBatch:
     return TrainingBatch([sample(number, length) for number, length in enumerate(UNEVEN_LENGTHS)], step)
 
 
-def send(out: Path, *steps: int) -> None:
-    """Write batches as an orchestrator would."""
+def send(out: Path, *steps: int, early_end: int | None = None) -> None:
+    """Write batches as an orchestrator would, which may end the run before a step."""
     sender = setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator)
     for step in steps:
         sender.send(batch(step))
+    if early_end is not None:
+        sender.send(TrainingBatch([], early_end, early_end="the score is good enough"))
 
 
 def command(out: Path, model: Path, *options: str, processes: int = 1) -> list[str]:
@@ -131,10 +133,13 @@ def test_each_step_logs_metrics_and_a_line(whole_run) -> None:
     assert log.rstrip().endswith("RL trainer finished!")
 
 
-def test_two_processes_train_the_same_weights_as_one(whole_run, tmp_path, tiny_model_dir) -> None:
-    send(tmp_path, 0, 1)
-    result = trained(tmp_path, tiny_model_dir, "--max-steps", "2", processes=2)
+def test_two_processes_train_the_same_weights_as_one_and_end_early_together(
+    whole_run, tmp_path, tiny_model_dir
+) -> None:
+    send(tmp_path, 0, 1, early_end=2)
+    result = trained(tmp_path, tiny_model_dir, "--max-steps", "9", processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "The run ends early, after 2 steps: the score is good enough" in RunPaths(tmp_path).rank_log(0).read_text()
     alone, together = final_weights(whole_run), final_weights(tmp_path)
     assert all(torch.allclose(alone[name], together[name], atol=2e-5) for name in alone)
     one, two = (kept_logprobs(out) for out in (whole_run, tmp_path))
@@ -319,6 +324,16 @@ def test_a_resumed_run_ends_bit_equal(whole_run, stopped_run, tiny_model_dir) ->
     assert not stale.exists()
     uninterrupted, resumed = final_weights(whole_run), final_weights(stopped_run)
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+
+
+def test_a_run_that_ends_early_is_saved_and_exported_and_continues_later(tmp_path, tiny_model_dir) -> None:
+    paths = RunPaths(tmp_path)
+    send(tmp_path, 0, 1, early_end=2)
+    train(config_of(tmp_path, tiny_model_dir, max_steps=9, ckpt={"interval": 9}), paths)
+    assert (stable_steps(paths.checkpoints), stable_steps(paths.weights)) == ([2], [2])
+    send(tmp_path, 2, early_end=3)
+    train(config_of(tmp_path, tiny_model_dir, max_steps=9, ckpt={"interval": 1, "resume_step": 2}), paths)
+    assert (stable_steps(paths.checkpoints), stable_steps(paths.weights)) == ([2, 3], [2, 3])
 
 
 def test_a_batch_that_cannot_be_trained_on_ends_the_run(tmp_path, tiny_model_dir) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.sft import SFTConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
@@ -118,6 +119,31 @@ def test_the_best_step_is_saved_noted_and_never_pruned(base: dict[str, Any], tmp
     assert losses[6] > losses[3]
     assert json.loads(paths.best_checkpoint.read_text()) == {"step": 3, "val_loss": losses[3]}
     assert stable_steps(paths.checkpoints) == [3, 6]
+
+
+def test_a_run_without_progress_ends_early_and_continues_with_more_patience(
+    base: dict[str, Any], tmp_path: Path, capsys
+) -> None:
+    """This learning rate ruins the model in the first step, so that the model before it is the best."""
+    paths = RunPaths(tmp_path / "out")
+    changes = {"optim": {"lr": 1.0}, "max_steps": 9, "val": {**base["val"], "interval": 1, "on_start": True}}
+    records = run_sft(base, paths.root, **changes, ckpt={}, early_stop={"patience": 2})
+    assert max(record["step"] for record in records) == 2
+    assert (stable_steps(paths.checkpoints), stable_steps(paths.weights)) == ([2], [2])
+    end = EarlyEnd.read(paths.early_end)
+    assert end is not None
+    losses = [record["val/loss"] for record in records if "val/loss" in record]
+    assert (end.step, [value for _, value in end.history.evaluations]) == (2, losses)
+    assert end.why.startswith("val/loss did not improve in 2 evaluations: the best is ")
+    assert f"The run ends early, after 2 steps: {end.why}" in capsys.readouterr().out
+
+    records = run_sft(base, paths.root, **changes, ckpt={"resume_step": -1}, early_stop={"patience": 3})
+    end = EarlyEnd.read(paths.early_end)
+    assert end is not None
+    assert (end.step, len(end.history.evaluations)) == (3, 4)
+    run_sft(base, paths.root, **{**changes, "max_steps": 4}, ckpt={"resume_step": -1})
+    assert stable_steps(paths.weights)[-1] == 4
+    assert not paths.early_end.exists()
 
 
 def test_keys_that_val_does_not_name_are_those_of_data(base: dict[str, Any], tmp_path: Path) -> None:

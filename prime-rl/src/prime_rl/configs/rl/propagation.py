@@ -104,6 +104,7 @@ def propagate(data: Table) -> Table:
         _share_judges,
         _share_log,
         _share_ckpt,
+        _share_early_stop,
         _wait_for_weights,
         _share_wandb,
         _share_monitors,
@@ -213,6 +214,14 @@ def _share_ckpt(run: RunTables) -> None:
         for key, value in run.shared.ckpt:
             if value is not None:
                 run.override(f"{component}.ckpt.{key}", value, f"ckpt.{key}")
+
+
+def _share_early_stop(run: RunTables) -> None:
+    rules = run.shared.early_stop
+    if rules is not None:
+        run.fill("orchestrator.early_stop", {}, "early_stop")
+        for key, value in explicit_values(rules).items():
+            run.override(f"orchestrator.early_stop.{key}", value, f"early_stop.{key}")
 
 
 def _wait_for_weights(run: RunTables) -> None:

@@ -25,7 +25,7 @@ from prime_rl.configs.ranges import (
 )
 from prime_rl.configs.rollouts.judges import TEACHER, TEACHER_AT_ONCE, FrozenModel, Judges, frozen_judges
 from prime_rl.configs.rollouts.sampling import SamplingConfig
-from prime_rl.configs.shared import TEACHER_ELSEWHERE, Device, MonitorConfig, TraceConfig
+from prime_rl.configs.shared import TEACHER_ELSEWHERE, Device, EarlyStopConfig, MonitorConfig, TraceConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -58,6 +58,10 @@ class SharedCheckpointConfig(BaseConfig):
 
     keep_interval: Count | None = None
     """Keep every checkpoint whose step is a multiple of n."""
+
+    keep_best: bool | None = None
+    """Keep the checkpoint with the best evaluation (`orchestrator.eval.metric`) regardless of the other rules, and
+    record its step in `checkpoints/best.json`. `orchestrator.eval.interval` must be a multiple of `interval`."""
 
 
 class SharedWandbConfig(BaseConfig):
@@ -172,6 +176,9 @@ class SharedSettings(BaseConfig):
 
     ckpt: SharedCheckpointConfig | None = None
     """Checkpoints of trainer and orchestrator. None keeps their own settings."""
+
+    early_stop: EarlyStopConfig | None = None
+    """Rules that end the run before `max_steps`. None keeps the orchestrator's own."""
 
     wandb: SharedWandbConfig | None = None
     """Weights & Biases of trainer and orchestrator. None keeps their own settings."""
@@ -311,6 +318,7 @@ def _pairing_faults(run: RunSections) -> Iterator[str]:
     if trainer.ckpt is not None and orchestrator.ckpt is not None:
         yield from _unequal(run, "ckpt.interval")
         yield from _unequal(run, "ckpt.resume_step")
+        yield from _unequal(run, "ckpt.keep_best")
     if trainer.wandb is not None and orchestrator.wandb is not None:
         yield from _unequal(run, "wandb.project")
     templates = {

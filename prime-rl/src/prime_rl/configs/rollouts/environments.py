@@ -269,6 +269,41 @@ class EvalConfig(BaseConfig):
     cancel_inflight_rollouts_on_eval: bool = False
     """Cancel training rollouts in flight before an evaluation."""
 
+    metric: str | None = None
+    """Metric by which `ckpt.keep_best` and `early_stop` compare versions, such as `eval/NAME/pass@1`; higher is better.
+    A score of an environment: `avg@n`, `pass@k`, or the mean of a reward function. None is the mean of `avg@n` over the
+    environments."""
+
+    @property
+    def compared_metrics(self) -> list[str]:
+        """The metrics whose mean compares versions."""
+        if self.metric is not None:
+            return [self.metric]
+        return [f"eval/{env.name or env.id}/avg@{self._rollouts_of(env)}" for env in self.env]
+
+    def metric_faults(self) -> Iterator[str]:
+        """Why no evaluation makes `metric`, as far as the config tells. Names of functions are not in it."""
+        envs = {env.name or env.id: self._rollouts_of(env) for env in self.env}
+        # A name may have slashes, as may that of a function.
+        of = (f"eval/{name}/" for name in sorted(envs, key=len, reverse=True))
+        prefix = next((each for each in of if (self.metric or "").startswith(each)), None)
+        if prefix is None:
+            known = ", ".join(f"eval/{name}/avg@{rollouts}" for name, rollouts in envs.items())
+            yield f"eval.metric: {self.metric!r} is of none of the environments; there is {known}"
+            return
+        score, rollouts = (self.metric or "").removeprefix(prefix), envs[prefix.split("/", 1)[1][:-1]]
+        powers = [2**exponent for exponent in range(rollouts.bit_length())]
+        scores = [f"avg@{rollouts}", *(f"pass@{k}" for k in powers)]
+        if score not in scores and not re.fullmatch(r"(reward_parts|metrics)/.+", score):
+            listed = ", ".join(f"{prefix}{each}" for each in scores)
+            yield (
+                f"eval.metric: no evaluation makes {self.metric!r}; there is {listed}, and the environment's "
+                "reward_parts/FUNCTION and metrics/FUNCTION"
+            )
+
+    def _rollouts_of(self, env: EvalEnvConfig) -> int:
+        return env.rollouts_per_example or self.rollouts_per_example
+
 
 class EvalSaveHFConfig(BaseConfig):
     """A dataset on the Hugging Face hub for evaluation results. No config has this section."""

@@ -40,7 +40,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),
     *_of_both_trainers("log.vf_level", "the trainer runs no environments", refused=False),
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
-    NotBuilt("trainer.ckpt.keep_best", "only SFT validates"),
     NotBuilt("trainer.ckpt.skip_progress", "RL resumes with everything that was saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL resumes with everything that was saved"),
     NotBuilt("trainer.ckpt.skip_dataloader", "RL resumes with everything that was saved"),

@@ -328,6 +328,9 @@ _OF_EVERY_RUN: tuple[tuple[str, str, str], ...] = (
     ("log_level", "log.level", ""),
     ("save_strategy", "ckpt.interval", "a number of steps"),
     ("use_cpu", "device", '"cpu"'),
+    ("load_best_model_at_end", "ckpt.keep_best", ""),
+    ("early_stopping_patience", "early_stop.patience", ""),
+    ("early_stopping_threshold", "early_stop.min_delta", ""),
 )
 """Name elsewhere, key of `sft` and `rl` here, and a note if the value is another one."""
 
@@ -354,7 +357,6 @@ _OF_SFT: tuple[tuple[str, str, str], ...] = (
     ("sample_packing", "data.pack_function", "rows are always packed"),
     ("train_on_inputs", "data.loss_mask", "the roles whose messages are trained on"),
     ("assistant_only_loss", "data.loss_mask", "assistant messages alone are the default"),
-    ("load_best_model_at_end", "ckpt.keep_best", ""),
     ("seed", "data.seed", _SEED_OF_SFT),
     ("val_size", "val.size", "or val.fraction; for another file or split [val.data]"),
     ("val_set_size", "val.fraction", "or val.size, a number of rows; for another file or split [val.data]"),
@@ -367,6 +369,7 @@ _KL = "a penalty on the KL divergence from the starting model"
 
 _OF_RL: tuple[tuple[str, str, str], ...] = (
     *((old, "trainer.loss.kl_coef", _KL) for old in _KL_NAMES),
+    ("metric_for_best_model", "orchestrator.eval.metric", ""),
     ("seed", "orchestrator.seed", ""),
     ("max_seq_length", "seq_len", ""),
     ("num_generations", "orchestrator.rollouts_per_example", ""),
@@ -400,6 +403,7 @@ _NOT_HERE: tuple[tuple[str, str], ...] = (
     ("remove_unused_columns", "remove it"),
     ("disable_tqdm", "remove it"),
     ("do_train", "remove it"),
+    ("greater_is_better", "remove it: a loss is better if lower, a score if higher"),
     ("debug", "remove it"),
 )
 """Names that `sft` and `rl` need no key for, and why."""
@@ -422,6 +426,7 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_elsewhere(component, entry) for component in ("sft", "rl") for entry in _OF_EVERY_RUN),
     *(_elsewhere("sft", entry) for entry in _OF_SFT),
     *(_elsewhere("rl", entry) for entry in _OF_RL),
+    _removed("sft.metric_for_best_model", "remove it: the validation loss decides"),
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
     *(_rewritten(f"trainer.loss.{old}", "trainer.loss.kl_coef", note=_KL) for old in _KL_NAMES if old != "kl_coef"),
     *(

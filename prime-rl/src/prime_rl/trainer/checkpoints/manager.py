@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.checkpoints import DEFAULT_KEPT, SavedSteps, kept_steps
+from prime_rl.run.early_stop import History
 from prime_rl.run.evaluations import EvaluatedSteps
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.storage.uploader import Hold
@@ -94,8 +95,8 @@ class Retention:
         self.keep_interval = config.keep_interval
         self.parent = parent
         self.hold = hold
-        self.protected_step: int | None = None
-        """A step that is kept regardless of the rules."""
+        self.protected: set[int] = set()
+        """Steps that are kept regardless of the rules."""
         self.left_to_others: Callable[[int], bool] = lambda step: False
         """Whether somebody else deletes a step that the rules no longer keep."""
         resume_step = config.resume_step
@@ -107,7 +108,7 @@ class Retention:
         """Add `step`, and delete the steps that the rules no longer keep."""
         self.steps.add(step)
         kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
-        old = {self.parent / f"step_{each}": each for each in sorted(self.steps - kept - {self.protected_step})}
+        old = {self.parent / f"step_{each}": each for each in sorted(self.steps - kept - self.protected)}
         for directory in list(old) if self.hold is None else self.hold.released(list(old)):
             try:
                 if not self.left_to_others(old[directory]):
@@ -159,7 +160,9 @@ class CheckpointManager:
         data_axis: DataAxis,
         run_configs: Mapping[str, str] | None = None,
         evaluations: EvaluationQueue | None = None,
+        best_elsewhere: Callable[[], int | None] | None = None,
     ) -> None:
+        """`best_elsewhere` reads the best step, if another process chooses it."""
         self.config = config
         self._run_configs = run_configs or {}
         self.paths = paths
@@ -175,7 +178,9 @@ class CheckpointManager:
         if evaluations is not None:
             self._exported.left_to_others = evaluations.leave
             self._exported.steps -= {step for step in self._exported.steps if paths.only_for_evaluation(step).is_file()}
-        self._best = self._saved_best() if config.keep_best and config.resume_step is not None else None
+        self._best_elsewhere = best_elsewhere
+        is_chosen_here = config.keep_best and best_elsewhere is None
+        self._best = self._saved_best() if is_chosen_here and config.resume_step is not None else None
         self._protect_best()
 
     def resume_step(self) -> int | None:
@@ -249,6 +254,7 @@ class CheckpointManager:
         state.adapted = dict(own.get("adapted", {}))
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
+            state.history = History.of(own.get("history", {}))
         if self.process.rank < own["world_size"]:
             # Others keep their own. With another process's, both would drop the same activations from here on.
             set_random_state(own["random"], self.process.device)
@@ -288,9 +294,16 @@ class CheckpointManager:
         def write() -> None:
             if self.process.is_main:
                 write_export(export, state.policy.model, tokenizer, self.paths.weight(step), options)
-                self._exported.keep(step)
+                self._keep(self._exported, step)
 
         self._do(write)
+
+    def _keep(self, retention: Retention, step: int) -> None:
+        if self._best_elsewhere is not None and self.config.keep_best:
+            # The newest step is evaluated after this, and before the next one is saved.
+            best = self._best_elsewhere()
+            retention.protected = {step} if best is None else {step, best}
+        retention.keep(step)
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._jobs is not None:
@@ -337,7 +350,7 @@ class CheckpointManager:
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
         if self.process.is_main:
-            self._saved.keep(step)
+            self._keep(self._saved, step)
             if self._jobs is not None:
                 get_logger().info(f"Wrote {target} in the background in {time.perf_counter() - started_s:.1f}s")
 
@@ -376,4 +389,4 @@ class CheckpointManager:
 
     def _protect_best(self) -> None:
         for retention in (self._saved, self._exported):
-            retention.protected_step = None if self._best is None else self._best.step
+            retention.protected = set() if self._best is None else {self._best.step}

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.run.attempts import checked_files
 from prime_rl.run.checkpoints import Changes
+from prime_rl.run.early_stop import History
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object, random_state, rank_file
 from prime_rl.trainer.model.lora import LowRank
@@ -156,6 +157,8 @@ class TrainState:
     """Models that now and then take the weights of a trained one. Checkpoints hold all of their weights."""
     adapted: dict[str, float] = field(default_factory=dict)
     """Numbers that the run adapts, such as the weight of the KL penalty."""
+    history: History = field(default_factory=History)
+    """What the rules of `[early_stop]` look at. In RL, the orchestrator has it."""
 
     @property
     def policy(self) -> TrainedModel:
@@ -173,6 +176,7 @@ class TrainState:
             "frozen": {role: identity_of_frozen(model) for role, model in self.models.items()},
             "copies": sorted(self.copies),
             "adapted": dict(self.adapted),
+            "history": asdict(self.history),
         }
 
     def tensors(self, copies: Iterable[Role]) -> dict[str, Any]:

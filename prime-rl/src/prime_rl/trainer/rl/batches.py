@@ -243,6 +243,9 @@ FAKE_TOKEN_IDS = 100
 class BatchSource(Protocol):
     """Provides the rows that this process trains on in each step."""
 
+    early_end: str | None
+    """Why the run ends in place of the step that is ready. Only the main process knows it."""
+
     def is_ready(self, step: int) -> bool:
         """Whether every process can `take` its rows. Call on the main process only; never blocks."""
 
@@ -267,6 +270,7 @@ class PackedBatches:
             batch, seq_len, limit, data_axis.data_size, config.minibatches, group_tokens, vocab_size
         )
         self._own_rows: list[MicroBatch] = []
+        self.early_end: str | None = None
         self._readers = readers_by_data_rank(process, data_axis)
         transport = config.rollout_transport
         self._closing = ExitStack()
@@ -284,6 +288,9 @@ class PackedBatches:
         batch = self._batches.receive(step)
         if batch is None:
             return False
+        if batch.early_end is not None:
+            self.early_end = batch.early_end
+            return True
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
         if self._readers:
@@ -312,6 +319,7 @@ class FakeBatches:
         self.config = config
         self.seq_len = seq_len
         self.data_axis = data_axis
+        self.early_end: str | None = None
 
     def is_ready(self, step: int) -> bool:
         return True

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from prime_rl.configs.trainer import ParityConfig, TrainerConfig, WeightCheckpointConfig, beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.run.checkpoints import changes_since, configs_to_save
+from prime_rl.run.early_stop import recorded_best
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager
@@ -51,7 +52,7 @@ from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_m
 from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
-from prime_rl.utils.logger import SUCCESS, get_logger
+from prime_rl.utils.logger import SUCCESS, count_of, get_logger
 from prime_rl.utils.waiting import Wait, advice_on
 
 POLL_S = 0.02
@@ -70,6 +71,7 @@ class _BatchStatus(IntEnum):
     WAIT = 0
     READY = 1
     LATE = 2
+    ENDED = 3
 
 
 class Stopped(Exception):
@@ -120,9 +122,10 @@ class RLTrainer:
         self.times = Stopwatch()
         self.beats = own_beats()
         self._saved_version = self.progress.step
+        self._exported_version: int | None = None
 
     def run(self) -> None:
-        """Train until `max_steps`.
+        """Train until `max_steps`, or until the orchestrator ends the run early.
 
         Raises:
             Stopped: a signal arrived before that.
@@ -135,6 +138,8 @@ class RLTrainer:
             self._publish()  # the orchestrator waits for a version that is not the engines' own
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
             rows = self._receive()
+            if rows is None:
+                break
             tokens, metrics = self._train_step(rows)
             self._publish()
             self._save_if_due()
@@ -143,8 +148,8 @@ class RLTrainer:
             self.beats.started()
         self._finish()
 
-    def _receive(self) -> list[Row]:
-        """Wait for this data rank's rows, and handle signals while waiting. Collective.
+    def _receive(self) -> list[Row] | None:
+        """Wait for this data rank's rows, and handle signals while waiting. None: the run ends early. Collective.
 
         Raises:
             Stopped: a signal arrived.
@@ -166,6 +171,11 @@ class RLTrainer:
                 status = self._batch_status(wait)
                 if status is _BatchStatus.READY:
                     break
+                if status is _BatchStatus.ENDED:
+                    if self.process.is_main:
+                        done = count_of("step", step)
+                        get_logger().info(f"The run ends early, after {done}: {self.components.batches.early_end}")
+                    return None
                 if status is _BatchStatus.LATE:
                     self._save()
                     raise TrainerError(wait.fault)
@@ -185,7 +195,7 @@ class RLTrainer:
 
     def _look_for_batch(self, wait: Wait) -> _BatchStatus:
         if self.components.batches.is_ready(self.progress.step):
-            return _BatchStatus.READY
+            return _BatchStatus.READY if self.components.batches.early_end is None else _BatchStatus.ENDED
         return _BatchStatus.LATE if wait.is_over() else _BatchStatus.WAIT
 
     def _train_step(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
@@ -336,6 +346,10 @@ class RLTrainer:
             get_logger().info(f"{done} checkpoint {self.paths.checkpoint(self.progress.step)}")
 
     def _export(self) -> None:
+        """Export the weights, unless those of this version are."""
+        if self.progress.step == self._exported_version:
+            return
+        self._exported_version = self.progress.step
         self.beats.say(f"exporting the weights of step {self.progress.step}")
         components = self.components
         if components.checkpoints is not None:
@@ -413,7 +427,14 @@ def setup_components(
         try_loss(config.loss, process.device, config.reference is not None)
     loss = setup_loss(config.loss)
     checkpoints = (
-        CheckpointManager(config.ckpt, paths, process, mesh.data_axis, configs_to_save(paths, "trainer", config))
+        CheckpointManager(
+            config.ckpt,
+            paths,
+            process,
+            mesh.data_axis,
+            configs_to_save(paths, "trainer", config),
+            best_elsewhere=lambda: recorded_best(paths.best_checkpoint),
+        )
         if config.ckpt is not None
         else None
     )

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
 from prime_rl.configs.trainer import WeightCheckpointConfig
+from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
@@ -26,7 +27,7 @@ from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT, DataFingerprint
 from prime_rl.trainer.sft.step import Objective, has_finite_weights, train_step
 from prime_rl.trainer.sft.validation import Validation
-from prime_rl.utils.logger import get_logger
+from prime_rl.utils.logger import count_of, get_logger
 
 _NAMED_ROWS = 64
 
@@ -68,14 +69,17 @@ class SFTTrainer:
         self.exported_step = self.saved_step if self.saved_step in stable_steps(paths.weights) else None
 
     def run(self, signals: SignalBox, reporter: StepReporter) -> bool:
-        """Train and save. Returns False if a signal stopped the run before `max_steps`."""
+        """Train and save. Returns False if a signal stopped the run before its end."""
         state, checkpoints = self.components.state, self.components.checkpoints
         if self.config.val is not None and self.config.val.on_start and state.progress.step == 0:
             self.validate(reporter)
         if self.is_done and self.process.is_main:
             epochs = self.config.num_epochs
             why = "" if epochs is None else f", as num_epochs is {epochs:g}"
-            get_logger().warning(f"Nothing left to do: the run ends after step {self.config.max_steps}{why}")
+            if early := self.early_end:
+                get_logger().warning(f"Nothing left to do: the run has ended early: {early}")
+            else:
+                get_logger().warning(f"Nothing left to do: the run ends after step {self.config.max_steps}{why}")
         requests = signals.take()
         while not (self.is_done or requests.stop):
             stats = self.train_step()
@@ -92,6 +96,8 @@ class SFTTrainer:
         self.save()
         if self.is_done:
             self.export()
+            if self.process.is_main:
+                self._record_end()
         return self.is_done
 
     def train_step(self) -> StepStats:
@@ -129,7 +135,25 @@ class SFTTrainer:
 
     @property
     def is_done(self) -> bool:
+        return self.is_at_max_steps or self.early_end is not None
+
+    @property
+    def is_at_max_steps(self) -> bool:
         return self.config.max_steps is not None and self.components.state.progress.step >= self.config.max_steps
+
+    @property
+    def early_end(self) -> str | None:
+        """Why a rule of `[early_stop]` ends the run before `max_steps`. Processes agree, as on the validation loss."""
+        return None if self.is_at_max_steps else self.components.state.history.why_to_end(self.config.early_stop)
+
+    def _record_end(self) -> None:
+        """Leave a record of an early end for the next launch, and for reports."""
+        step, early_end = self.components.state.progress.step, self.early_end
+        if early_end is None:
+            self.paths.early_end.unlink(missing_ok=True)
+            return
+        EarlyEnd(step, early_end, self.components.state.history).write(self.paths.early_end)
+        get_logger().info(f"The run ends early, after {count_of('step', step)}: {early_end}")
 
     @property
     def validation_is_due(self) -> bool:
@@ -149,6 +173,7 @@ class SFTTrainer:
         assert self.components.validation is not None, "the config has [val]"
         stats = self.components.validation.run(self.components.state.policy.model)
         reporter.validated(step, stats)
+        self.components.state.history.evaluated(step, stats.loss)
         if checkpoints is not None and step > 0 and checkpoints.is_best(stats.loss):
             reporter.saved(self.save())
             checkpoints.mark_best(step, stats.loss)
