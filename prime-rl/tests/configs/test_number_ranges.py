@@ -47,6 +47,7 @@ NO_UPPER = {
         "sequence_mask_low",
         "token_mask_high",
         "token_mask_low",
+        "value_clip",
         "weight_high",
         "weight_low",
     ),
