@@ -19,11 +19,11 @@ from prime_rl.configs.critic import CriticConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.model.scoring import LogitsOf, output_head, score_tokens
-from prime_rl.trainer.optim.optimizer import local
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.metrics import NAN, MetricValues
 from prime_rl.trainer.rl.rows import Estimates, Row, RowLayout, Sequences
 from prime_rl.trainer.rl.step import trained_rows
+from prime_rl.transport.loading import local
 
 WHITENING_EPS = 1e-5
 """Added to the standard deviation of advantages."""
