@@ -218,8 +218,6 @@ NEWER_KEYS: list[Row] = [
     ("sft", "optim.type", "sign_sgd", "", NOT_CARRIED),
     ("trainer", "gc", {"interval": 5}, "", NOT_CARRIED),
     ("trainer", "matmul_precision", "high", "", NOT_CARRIED),
-    ("trainer", "enable_router_replay", False, "", DROPPED),
-    ("trainer", "enable_router_replay", True, "", NOT_CARRIED),
     ("trainer", "enable_token_export", False, "", DROPPED),
     ("trainer", "enable_token_export", True, "", NOT_CARRIED),
     ("sft", "data.source", [{"name": "x"}], "", NOT_CARRIED),

@@ -184,7 +184,6 @@ NEWER: list[tuple[type, str, str | None]] = [
     ),
     (TrainerConfig, "gc.interval", "remove it"),
     (TrainerConfig, "matmul_precision", "remove it"),
-    (TrainerConfig, "enable_router_replay", "remove it"),
     (TrainerConfig, "enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
     (InferenceConfig, "vllm.model", "use model.name"),
     (RLConfig, "inference.vllm.tensor_parallel_size", "use inference.parallel.tp"),

@@ -2,7 +2,8 @@
 
 Arguments: a file for the results, and models' directories. Saves each model's SFT loss, gradient and fingerprint of
 frozen weights, on the same rows: where every process computes all of them, and where meshes divide rows, tokens and
-layers. A directory whose name ends in "adapter" gets a new adapter.
+layers. A directory whose name ends in "adapter" gets a new adapter. One in "replayed" is routed to
+drawn experts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig
 from prime_rl.trainer.checkpoints.state import identity_of_frozen
 from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.scoring import replaying
 from prime_rl.trainer.optim.optimizer import global_norm
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
@@ -75,11 +77,22 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
         for name, parameter in model.named_parameters():
             if name.endswith("lora.B"):
                 put_own(parameter, torch.empty(parameter.shape).normal_(0, 0.05, generator=drawn))
-    loss = axis.sum([forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"]], device)[0]
+    losses = []
+    for row in rows:
+        routes = drawn_routes(len(row.input_ids)) if config.name.endswith("replayed") else None
+        with replaying(model, routes):
+            losses.append(forward_backward(model, [row], CrossEntropy(), [trained_tokens], mesh)["loss"])
+    loss = axis.sum([sum(losses)], device)[0]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     whole = torch.cat([full_tensor(each).flatten() for each in gradients])
     torch.testing.assert_close(global_norm(gradients), whole.norm())
     return loss, whole, identity_of_frozen(model)["weights"]
+
+
+def drawn_routes(length: int) -> Tensor:
+    """Two of four experts for each token and layer."""
+    random = np.random.default_rng(length)
+    return torch.from_numpy(np.argsort(random.random((length, 2, 4)))[..., :2].astype(np.uint8))
 
 
 def main(results: Path, directories: list[Path]) -> None:

@@ -19,6 +19,7 @@ MODELS = {
     "adapter": Case("qwen3"),
     "experts": Case("qwen3_moe"),
     "experts, adapter": Case("qwen3_moe"),
+    "experts, replayed": Case("qwen3_moe"),
     "latent attention": Case("deepseek_v3"),
     "latent attention, adapter": Case("deepseek_v2"),
     "windows": Case("gemma3_text"),

@@ -184,6 +184,12 @@ class ModelDescription:
             return f"models of type {self.family!r} cannot be trained{long}; {_LIST}"
         return None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        counts = map(self.setting, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+        return any(isinstance(count, list) or (isinstance(count, int) and count > 1) for count in counts)
+
     def division_fault(self, model: ModelConfig) -> str | None:
         """Why processes cannot share heads as the `model` section says; None if nothing in this config says so."""
         heads = next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "n_heads"))), None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.model_files import (
     adapter_faults,
+    describe,
     model_fault,
     other_token,
     rotary_choice,
@@ -215,6 +216,8 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     key = "model.name" if is_shared else "trainer.model.name"
     untrained = list(_trained_faults(key, trainer.model, start))
     yield from untrained
+    if trainer.enable_router_replay and not untrained:
+        yield from _replay_faults(trainer.model.name, start)
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)
@@ -238,6 +241,12 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _named_faults(key, server.model.name, start)
         yield from _server_faults(server, start, judges_model=not (untrained and is_shared))
         yield from _rotary_faults(trainer, server, start)
+
+
+def _replay_faults(model: str, start: StartDir) -> Iterator[str]:
+    description = describe(model, start)
+    if description is not None and not description.has_experts:
+        yield f"trainer.enable_router_replay: {description.class_name} is no mixture of experts: remove it"
 
 
 def _rotary_faults(trainer: TrainerConfig, server: InferenceConfig, start: StartDir) -> Iterator[str]:

@@ -156,6 +156,9 @@ class InferenceConfig(RootConfig):
     enable_eplb: bool = False
     """Balance the load over the experts."""
 
+    enable_return_routed_experts: bool = False
+    """Answer with the experts that every token was routed to, for `trainer.enable_router_replay`."""
+
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     """How new weights arrive."""
 

@@ -334,6 +334,10 @@ class TrainerConfig(RootConfig):
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""
 
+    enable_router_replay: bool = False
+    """Mixtures of experts: route every token to the experts that the engine chose when it sampled it. `rl` turns on
+    `inference.enable_return_routed_experts`."""
+
     minibatches: Count = 1
     """Number of optimizer steps per batch. A batch is still one policy version."""
 
@@ -461,6 +465,8 @@ class TrainerConfig(RootConfig):
         for name in ("cp", "tp") if self.distillation is not None else ():
             if (size := getattr(self.model, name)) > 1:
                 yield f"[trainer.distillation] compares whole rows, and model.{name} ({size}) divides them: remove one"
+        if self.enable_router_replay and self.model.compile is not None:
+            yield "enable_router_replay does not work with model.compile: remove one"
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"

@@ -6,6 +6,8 @@ readers use the default for messages without them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -36,6 +38,47 @@ class TeacherTop(msgspec.Struct, array_like=True):
         return None
 
 
+class RoutedExperts(msgspec.Struct, array_like=True):
+    """The experts that the engine routed T consecutive tokens to, for `trainer.enable_router_replay`."""
+
+    layers: int
+    """All layers of the model; those without experts have zeros."""
+    top_k: int
+    width: int
+    """Bytes of an id: 1 up to 256 experts, otherwise 2."""
+    ids: bytes
+    """uint8 or uint16 [T, layers, top_k], little-endian."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.top_k * self.width
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.ids) // self.token_bytes
+
+    def tokens(self, start: int = 0, end: int | None = None) -> RoutedExperts:
+        """Those of the tokens from `start` to `end`."""
+        size = self.token_bytes
+        ids = self.ids[start * size : None if end is None else end * size]
+        return RoutedExperts(self.layers, self.top_k, self.width, ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+        """One after another. None if any of them is missing.
+
+        Raises:
+            ValueError: they are of different models.
+        """
+        given = [part for part in parts if part is not None]
+        if len(given) < len(parts) or not given:
+            return None
+        if len({(part.layers, part.top_k, part.width) for part in given}) > 1:
+            raise ValueError("routed experts of models with different numbers of layers or experts")
+        first = given[0]
+        return cls(first.layers, first.top_k, first.width, b"".join(part.ids for part in given))
+
+
 class TrainingSample(msgspec.Struct, array_like=True):
     """One token sequence to train on: N prompt tokens, then M completion tokens."""
 
@@ -62,6 +105,9 @@ class TrainingSample(msgspec.Struct, array_like=True):
     """M values, if the tokens of several calls have different ones. None: `advantage`, for all of them."""
     teacher_top: TeacherTop | None = None
     """At the tokens that are trained on, in their order. None without `trainer.distillation`."""
+    routed_experts: RoutedExperts | None = None
+    """Of all N + M tokens. The last one was never routed, and has those of the token before. None if a server did not
+    answer with them."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -96,3 +142,5 @@ class MicroBatch(msgspec.Struct, array_like=True):
     """`TrainingSample.kept_as` of each sequence. None if no sequence is kept."""
     teacher_top: TeacherTop | None = None
     """At the row's trained tokens."""
+    routed_experts: RoutedExperts | None = None
+    """Of its T tokens."""

@@ -31,7 +31,13 @@ _ABSENT = object()
 RESUMED_WEIGHTS_TIMEOUT_S = 600
 METRICS_PORT_OFFSET = 2
 """Distance of the trainer's metrics port from the server's. The teacher's is between; the orchestrator's follows."""
-_OF_A_POLICY = ("enable_lora", "max_lora_rank", "enable_sleep_mode", "weight_broadcast")
+_OF_A_POLICY = (
+    "enable_lora",
+    "max_lora_rank",
+    "enable_sleep_mode",
+    "weight_broadcast",
+    "enable_return_routed_experts",
+)
 """Keys of `[inference]` for a model that is trained."""
 _BENCH_TOKEN_BATCH = 32
 """Number of fake samples in a benchmark with `token_batch_size`."""
@@ -115,6 +121,7 @@ def propagate(data: Table) -> Table:
         _share_lora,
         _share_context,
         _share_sleep,
+        _share_routes,
         _split_gpus,
         _share_weight_broadcast,
         _add_teacher,
@@ -339,6 +346,11 @@ def _share_sleep(run: RunTables) -> None:
     server = None if run.inference is None else peek(InferenceConfig, run.get("inference"))
     if server is not None and server.enable_sleep_mode:
         run.fill("orchestrator.servers_sleep", True, "inference.enable_sleep_mode")
+
+
+def _share_routes(run: RunTables) -> None:
+    if run.get("trainer.enable_router_replay") is True and run.inference is not None:
+        run.override("inference.enable_return_routed_experts", True, "trainer.enable_router_replay")
 
 
 def _split_gpus(run: RunTables) -> None:

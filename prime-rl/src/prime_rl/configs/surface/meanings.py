@@ -61,7 +61,6 @@ SAME_HERE: tuple[Meaning, ...] = (
     Meaning("*.monitors.file", "metrics.jsonl is always written", values=({},)),
     Meaning("*.model.attn", "the default falls back to a kernel that the GPU supports", values=("auto",)),
     Meaning("*.model.ep", "the default is 1: there is no expert parallelism yet", values=("auto",)),
-    Meaning("trainer.enable_router_replay", "off here too", values=(False,)),
     Meaning("trainer.enable_token_export", "off here too", values=(False,)),
     Meaning("orchestrator.train.filter_zero_advantages", "off here too", values=(False,)),
     Meaning("orchestrator.collect_inference_metrics", "off here too", values=(False,)),

@@ -227,7 +227,6 @@ NEWER: tuple[Renamed, ...] = (
     ),
     _removed("trainer.gc"),
     _removed("trainer.matmul_precision"),
-    _removed("trainer.enable_router_replay"),
     _removed("trainer.enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
     _rewritten("sft.data.source", "sft.data.name", note="one dataset; several stand in [[data.sources]]"),
     # Inference.

@@ -121,7 +121,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "trainer.critic.lora.dropout"),
     _rule("refused", "the saved optimizer state is that of another optimizer", "trainer.critic.optim.type"),
     _rule("applied", "with kl_target, the weight in the checkpoint goes on", "trainer.loss.kl_coef"),
-    _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs"),
+    _rule("applied", "", "trainer.max_async_level", "trainer.max_concurrent_runs", "trainer.enable_router_replay"),
     _rule(
         "none",
         "",

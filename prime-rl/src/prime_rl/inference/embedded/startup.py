@@ -125,7 +125,13 @@ def start_service(config: InferenceConfig) -> Service:
         _use_cores_of(config.parallel.tp * config.parallel.dp)
     model, directory = load_model(name, config.model.dtype, device, trust, max_model_len)
     budget = _cache_budget(device, config.gpu_memory_utilization)
-    runner = ModelRunner(model, budget.num_bytes, directory, enforce_eager=config.model.enforce_eager)
+    runner = ModelRunner(
+        model,
+        budget.num_bytes,
+        directory,
+        enforce_eager=config.model.enforce_eager,
+        keeps_routes=config.enable_return_routed_experts,
+    )
     if shortage := budget.shortage(runner.slots, config.model.max_model_len, max_model_len):
         get_logger().warning(shortage)
     defaults = generation_defaults(directory)

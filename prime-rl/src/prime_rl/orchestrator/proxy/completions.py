@@ -17,7 +17,7 @@ from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
 from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, routed_experts_of
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.utils.conversations import has_image
 from prime_rl.utils.http_server import entries_fault
@@ -186,7 +186,8 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         details = CallDetails(tuple(spans), reason, answer.started_s, answer.ended_s)
         count = len(ids)
         prompt = sent["prompt"]
-        tokens = ModelCall(Prompt.of(prompt), ids, logprobs, [True] * count, details)
+        routes = routed_experts_of(choice.get("routed_experts"), len(prompt) + count)
+        tokens = ModelCall(Prompt.of(prompt), ids, logprobs, [True] * count, details, routes)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedRollout("a server answered without token ids or log-probabilities") from error
     # A rendering that no chat request has: no conversation continues these tokens.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from prime_rl.orchestrator.errors import InferenceFault
+from prime_rl.transport.messages import RoutedExperts
 from prime_rl.utils.terminal import cut_inside
 
 
@@ -43,7 +47,9 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
-    routed_experts: Any = None
+    routed_experts: str | None = None
+    """A NumPy file in base64: expert ids [tokens - 1, layers, k] of prompt and completion, whose last token was never
+    routed. Only with `enable_return_routed_experts`."""
 
 
 class Usage(msgspec.Struct):
@@ -81,6 +87,24 @@ def decode_chat_reply(body: bytes, started_s: float, ended_s: float) -> ChatRepl
     reply = _CHAT_DECODER.decode(body)
     reply.started_s, reply.ended_s = started_s, ended_s
     return reply
+
+
+def read_routed_experts(answer: str) -> RoutedExperts:
+    """What a server answered as `routed_experts`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    values = np.load(io.BytesIO(base64.b64decode(answer, validate=True)), allow_pickle=False)
+    if (
+        values.ndim != 3
+        or values.dtype.kind not in "iu"
+        or not values.size
+        or not 0 <= values.min() <= values.max() < 2**16
+    ):
+        raise ValueError(f"routed_experts is an array of {values.dtype} {list(values.shape)}")
+    ids = values.astype("u1" if values.dtype.itemsize == 1 else "<u2")
+    return RoutedExperts(values.shape[1], values.shape[2], ids.itemsize, ids.tobytes())
 
 
 def check_reply(reply: ChatReply, url: str) -> None:

@@ -14,7 +14,7 @@ from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.workers.inside.reward_records import KEY as REWARD_ERRORS
 from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT
-from prime_rl.transport.messages import TrainingSample
+from prime_rl.transport.messages import RoutedExperts, TrainingSample
 from prime_rl.utils.errors import one_line
 
 MAX_REWARD = 1e15
@@ -269,8 +269,12 @@ def _as_kept(call: ModelCall, turn: Mapping[str, Any]) -> ModelCall | None:
     prompt, count = call.prompt, cut[1]
     if cut == [0, 0]:
         return None
+    routes = call.routed_experts
     if cut[0] < len(prompt):
         prompt = Prompt.of(prompt.ids[: cut[0]])
+        routes = call.routes  # of an earlier call, too
+    if routes is not None:
+        routes = routes.tokens(end=max(len(prompt) + len(call.completion_ids[:count]) - max(prompt.shared, 1), 0))
     prompt_mask, completion_mask = masks
     for mask, tokens in ((prompt_mask, len(prompt)), (completion_mask, len(call.completion_ids[:count]))):
         if mask is not None and len(mask) != tokens:
@@ -283,6 +287,7 @@ def _as_kept(call: ModelCall, turn: Mapping[str, Any]) -> ModelCall | None:
         completion_ids=call.completion_ids[:count],
         inference_logprobs=call.inference_logprobs[:count],
         completion_mask=call.completion_mask[:count] if completion_mask is None else list(map(bool, completion_mask)),
+        routed_experts=routes,
     )
 
 
@@ -353,6 +358,10 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
         sample.advantage = rollout.advantage
         sample.reward = rollout.reward
         sample.version = rollout.version
+        if sample.routed_experts is not None:
+            # The last token was never routed. Nothing depends on it, but the trainer computes it.
+            routes = sample.routed_experts
+            sample.routed_experts = RoutedExperts.joined([routes, routes.tokens(len(routes) - 1)])
     return samples
 
 
@@ -364,10 +373,15 @@ def _open(call: ModelCall) -> TrainingSample:
         completion_mask=list(call.completion_mask),
         inference_logprobs=list(call.inference_logprobs),
         completion_temperatures=[],
+        routed_experts=call.routes,
     )
 
 
 def _append(sample: TrainingSample, call: ModelCall, environment_ids: list[int]) -> None:
+    if sample.routed_experts is not None:
+        known, routes = sample.routed_experts, call.routes
+        rest = None if routes is None else routes.tokens(len(known))
+        sample.routed_experts = RoutedExperts.joined([known, rest])
     sample.completion_ids += environment_ids + call.completion_ids
     sample.completion_mask += [False] * len(environment_ids) + call.completion_mask
     sample.inference_logprobs += [0.0] * len(environment_ids) + call.inference_logprobs

@@ -14,7 +14,8 @@ from typing import Any, Self
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan
+from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan, read_routed_experts
+from prime_rl.transport.messages import RoutedExperts
 
 
 class CallDetails(msgspec.Struct, frozen=True):
@@ -99,6 +100,9 @@ class ModelCall:
     completion_mask: list[bool]
     """Which completion tokens may be trained on."""
     details: CallDetails = field(default_factory=CallDetails)
+    routed_experts: RoutedExperts | None = field(default=None, repr=False)
+    """Of its tokens but the last, without those that the call before it has (`routes`). None if the server did not
+    answer with them."""
 
     def __post_init__(self) -> None:
         """
@@ -116,7 +120,7 @@ class ModelCall:
         """The call that one choice of `reply` answers; None if it has no token ids or log-probabilities.
 
         Raises:
-            MalformedRollout: it does not have as many of both.
+            MalformedRollout: it does not have as many of both, or as many routed experts.
         """
         logprobs = None if choice.logprobs is None else choice.logprobs.content
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
@@ -127,6 +131,9 @@ class ModelCall:
             inference_logprobs=[token.logprob for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
             details=CallDetails.from_reply(reply, choice),
+            routed_experts=routed_experts_of(
+                choice.routed_experts, len(reply.prompt_token_ids) + len(choice.token_ids)
+            ),
         )
 
     @property
@@ -138,6 +145,19 @@ class ModelCall:
     def prompt_mask(self) -> list[bool]:
         """Which prompt tokens may be trained on: none, unless an environment says so."""
         return [False] * len(self.prompt) if self.prompt.mask is None else list(self.prompt.mask)
+
+    @property
+    def routes(self) -> RoutedExperts | None:
+        """The experts of all tokens but the last.
+
+        A token of an earlier call has those of that call, which also gave its log-probability.
+        """
+        parts: list[RoutedExperts | None] = []
+        call: ModelCall | None = self
+        while call is not None:
+            parts.append(call.routed_experts)
+            call = call.prompt.earlier
+        return RoutedExperts.joined(parts[::-1])
 
     @property
     def total_tokens(self) -> int:
@@ -152,8 +172,27 @@ class ModelCall:
             if not call.completion_ids or count > len(ids) or ids[count - 1] != call.completion_ids[-1]:
                 continue
             if ids[:count] == call.prompt_ids + call.completion_ids:
-                return replace(self, prompt=Prompt(ids[count:], self.prompt.mask, call, count))
+                routes = None if self.routes is None else self.routes.tokens(count - 1)
+                prompt = Prompt(ids[count:], self.prompt.mask, call, count)
+                return replace(self, prompt=prompt, routed_experts=routes)
         return self
+
+
+def routed_experts_of(answer: str | None, tokens: int) -> RoutedExperts | None:
+    """The `routed_experts` of an answer, whose prompt and completion have `tokens` tokens.
+
+    Raises:
+        MalformedRollout: they are not those of all tokens but the last.
+    """
+    if answer is None:
+        return None
+    try:
+        routes = read_routed_experts(answer)
+    except ValueError as error:
+        raise MalformedRollout(f"a server answered with malformed routed experts: {error}") from error
+    if len(routes) != tokens - 1:
+        raise MalformedRollout(f"a server answered with the routed experts of {len(routes)} tokens, not {tokens - 1}")
+    return routes
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.versions import compile_for_all_shapes
+from prime_rl.transport.routing import Routers
 from prime_rl.utils.logger import get_logger
 
 MIN_BYTES = 1024
@@ -162,11 +163,12 @@ def prepare_blocks(
     device: torch.device,
     is_random: bool,
     state_layers: StateLayers | None = None,
+    routers: Routers | None = None,
 ) -> None:
     """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks.
 
     `is_random` says that blocks draw random numbers, for dropout: recomputing them then restores the random state.
-    Recomputed blocks run `state_layers` on the sequences of their forward pass.
+    Recomputed blocks run `state_layers` on the sequences of their forward pass, and `routers` choose as they did there.
     """
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
@@ -181,16 +183,20 @@ def prepare_blocks(
                 forward, fullgraph=config.compile.fullgraph, recompile_limit=_RECOMPILE_LIMIT
             )
         if config.ac is not None and index % config.ac.freq == 0:
-            forward = _checkpointed(forward, is_random, state_layers)
+            forward = _checkpointed(forward, is_random, state_layers, routers)
         if offload is not None:
             forward = offloaded(forward, offload)
         # Replace `forward` instead of wrapping the module, which would change parameter names.
         block.forward = forward
 
 
-def _checkpointed(forward: Forward, preserve_rng_state: bool, state_layers: StateLayers | None) -> Forward:
+def _checkpointed(
+    forward: Forward, preserve_rng_state: bool, state_layers: StateLayers | None, routers: Routers | None
+) -> Forward:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        again = forward if state_layers is None else state_layers.bound(forward)
+        again = forward
+        for bound in (state_layers, routers):
+            again = again if bound is None else bound.bound(again)
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     return recomputing

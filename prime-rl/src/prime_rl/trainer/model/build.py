@@ -64,6 +64,7 @@ from prime_rl.transport.loading import (
     spread,
     unchanged,
 )
+from prime_rl.transport.routing import Routers
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
@@ -345,7 +346,9 @@ def setup_model(
         divide_kernel(model.config._attn_implementation)
     if layers and process.is_main:
         get_logger().info(f"Layers with a state: {layers.description}")
-    prepare_blocks(model, config, process.device, is_random, layers)
+    # Compiled code does not see what a router is told.
+    routers = Routers(model) if config.compile is None else None
+    prepare_blocks(model, config, process.device, is_random, layers, routers)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     weights(model)
@@ -356,7 +359,7 @@ def setup_model(
     if not is_scored:
         model.generation_config = _generation_config(model, config, process)
     keep_gradients(model, process)
-    enable_scoring(model, layers, mesh, sharing_heads)
+    enable_scoring(model, layers, mesh, sharing_heads, routers)
     # With compilation, every combination of sequence lengths would need its own graph.
     is_separable = process.device.type == "cpu" and config.compile is None and not is_random
     if has_dropout:
@@ -467,6 +470,17 @@ def freeze_routers(model: nn.Module) -> None:
         raise ModelError(f"model.freeze_moe_router: {type(model).__name__} has no router")
     for router in routers:
         router.requires_grad_(False)
+
+
+def check_routers(model: PreTrainedModel) -> None:
+    """Check that the engine's choice of experts can be replayed.
+
+    Raises:
+        ModelError: the model has no such routers.
+    """
+    routers = scoring_of(model).routers
+    if routers is not None and routers.fault is not None:
+        raise ModelError(f"enable_router_replay: {routers.fault}")
 
 
 def _model_options(config: ModelConfig, model_config: PretrainedConfig, process: Process) -> dict[str, Any]:

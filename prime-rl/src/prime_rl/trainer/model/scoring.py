@@ -8,8 +8,8 @@ where the head's weights are gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, TypeVar, cast
@@ -38,6 +38,7 @@ from prime_rl.trainer.model.layouts import (
 from prime_rl.trainer.model.lora import is_adapted
 from prime_rl.trainer.process.mesh import ContextAxis, Mesh
 from prime_rl.transport.loading import has_score
+from prime_rl.transport.routing import Routers, Routing
 from prime_rl.transport.weights import to_device
 
 Result = TypeVar("Result")
@@ -59,6 +60,8 @@ class ArrangedRow:
     """The row's sequences, for a model with layers that carry a state from token to token."""
     picks_m: Tensor | None = None
     """Which of the tokens to score this process scores; None: all."""
+    routing: Routing | None = None
+    """What the routers of a mixture of experts do; None: they choose."""
 
 
 class Scoring(Protocol):
@@ -79,6 +82,10 @@ class Scoring(Protocol):
     """Those of them that compute the same tokens, of which each scores a part; None if there is only this one."""
     sharing_heads: int
     """Number of processes that divide the heads of an attention layer, before those of `context` do."""
+    routers: Routers | None
+    """The routers of a mixture of experts; None if the model has none."""
+    routes_TLk: Tensor | None
+    """The experts of the tokens to score (`replaying`); None: the routers choose."""
 
 
 def score_tokens(
@@ -111,6 +118,18 @@ def score_tokens(
         return scoring_of(model).score_tokens(row, score, given)
     parts = scoring_of(model).score_tokens(row, score, [values.index_select(0, picks) for values in given])
     return total(parts, picks, len(tokens_M), sharing)
+
+
+@contextmanager
+def replaying(model: nn.Module, routes_TLk: Tensor | None) -> Iterator[None]:
+    """In the block, `score_tokens` routes each of a row's tokens to these experts in each layer, and the routers only
+    compute their weights. None lets the routers choose."""
+    scoring = scoring_of(model)
+    scoring.routes_TLk = routes_TLk
+    try:
+        yield
+    finally:
+        scoring.routes_TLk = None
 
 
 def cross_entropy_sum(
@@ -152,6 +171,7 @@ def enable_scoring(
     state_layers: StateLayers | None = None,
     mesh: Mesh | None = None,
     sharing_heads: int = 1,
+    routers: Routers | None = None,
 ) -> None:
     """Enable `score_tokens` on the sharded `model`, whose rows the processes of `mesh` may share.
 
@@ -165,6 +185,8 @@ def enable_scoring(
     scoring.row_axis = None if mesh is None else mesh.row_axis
     scoring.tp = None if mesh is None or mesh.tensor_axis is None else mesh.tensor_axis.tp
     scoring.sharing_heads = sharing_heads
+    scoring.routers = getattr(model, "routers", None) if routers is None else routers
+    scoring.routes_TLk = None
     if model.config._attn_implementation == SHARED:
         model.config._attn_implementation = SDPA
     register_fsdp_forward_method(model, "score_tokens")
@@ -177,8 +199,11 @@ def scoring_of(model: nn.Module) -> Scoring:
 def _score_tokens(
     self: PreTrainedModel, row: ArrangedRow, score: Callable[..., Result], given: Sequence[Tensor]
 ) -> Result:
-    layers = scoring_of(self).state_layers
-    with nullcontext() if layers is None else layers.on(row.sequences):
+    layers, routers = scoring_of(self).state_layers, scoring_of(self).routers
+    with (
+        nullcontext() if layers is None else layers.on(row.sequences),
+        nullcontext() if routers is None else routers.on(row.routing),
+    ):
         hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
     if (tp := scoring_of(self).tp) is not None:
         hidden = with_mean_gradient(hidden, tp.get_group())
@@ -189,38 +214,59 @@ def _arranged(
     model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, tokens_M: Tensor, uses_last: bool
 ) -> ArrangedRow:
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
-    context, tp = scoring_of(model).context, scoring_of(model).tp
+    context, tp, routes_TLk = scoring_of(model).context, scoring_of(model).tp, scoring_of(model).routes_TLk
 
-    def row_of(inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None) -> ArrangedRow:
+    def row_of(
+        inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None, routes_NLk: Tensor | None
+    ) -> ArrangedRow:
         sequences = None
         if scoring_of(model).state_layers:
             sequences = batch_sequences(positions, nodes, node_of_token_T, device, context, uses_last=uses_last)
         places_M = tokens_M if node_of_token_T is None else node_of_token_T.index_select(0, tokens_M)
         if context is None and tp is None:
-            return ArrangedRow(inputs, places_M, sequences)
+            routing = None if routes_NLk is None else Routing(routes_NLk)
+            return ArrangedRow(inputs, places_M, sequences, routing=routing)
         picks_m, places_m = torch.arange(len(places_M), device=device), places_M
         if context is not None:
             parts = {name: own_slice(inputs[name], context, 1) for name in ("input_ids", "position_ids")}
             inputs = {**inputs, **parts, "context": context}
             picks_m, places_m = own_tokens(places_M, nodes, context)
+            routes_NLk = None if routes_NLk is None else own_slice(routes_NLk, context, 0)
         if tp is not None:
             picks_m, places_m = (each.tensor_split(tp.size())[tp.get_local_rank()] for each in (picks_m, places_m))
-        return ArrangedRow(inputs, places_m, sequences, picks_m)
+        routing = None if routes_NLk is None else Routing(routes_NLk)
+        return ArrangedRow(inputs, places_m, sequences, picks_m, routing)
 
     if kernel not in (SDPA, SHARED, EAGER):
         if (padding := padded_length(positions.numel(), context) - positions.numel()) > 0:
             # A sequence that nothing is scored of.
             positions = torch.cat((positions, torch.arange(padding)[None]), dim=1)
             input_ids_1T = nn.functional.pad(input_ids_1T, (0, padding))
+            routes_TLk = None if routes_TLk is None else torch.cat((routes_TLk, routes_TLk[:1].expand(padding, -1, -1)))
         inputs = {"input_ids": input_ids_1T, "position_ids": to_device(positions, device)}
-        return row_of(inputs | varlen_arguments(kernel, positions, device), positions.numel(), None)
-    layout = _cheapest_layout(model, input_ids_1T, positions, uses_last)
+        return row_of(inputs | varlen_arguments(kernel, positions, device), positions.numel(), None, routes_TLk)
+    # Tokens that were routed to other experts have other hidden states, and share no node.
+    told_apart_1T = input_ids_1T if routes_TLk is None else input_ids_1T + _hashed(routes_TLk)
+    layout = _cheapest_layout(model, told_apart_1T, positions, uses_last)
     if isinstance(layout, Grid):
         inputs = {"input_ids": layout.scatter(input_ids_1T), "position_ids": layout.position_ids_RW}
-        return row_of(inputs, layout.position_ids_RW.numel(), layout.cells_T)
+        cells = layout.position_ids_RW.numel()
+        if routes_TLk is not None:
+            # Padding takes the experts of the first token: whatever it computes is not used.
+            routes_TLk = routes_TLk[:1].repeat(cells, 1, 1).index_copy(0, layout.cells_T, routes_TLk)
+        return row_of(inputs, cells, layout.cells_T, routes_TLk)
     ids, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, to_device(positions, device)))
     inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
-    return row_of(inputs, ids.numel(), layout.node_of_token_T)
+    routes_NLk = None if routes_TLk is None else routes_TLk[layout.token_of_node_N]
+    return row_of(inputs, ids.numel(), layout.node_of_token_T, routes_NLk)
+
+
+def _hashed(routes_TLk: Tensor) -> Tensor:
+    """A number for each token, which almost surely differs between tokens with different experts: int64 [T]."""
+    flat = routes_TLk.flatten(1).long()
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator)
+    return (flat * factors.to(flat.device)).sum(1)  # of 64 bits, modulo which it is computed
 
 
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:

@@ -27,7 +27,7 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
-from prime_rl.transport.messages import MicroBatch, TeacherTop, TrainingBatch, TrainingSample
+from prime_rl.transport.messages import MicroBatch, RoutedExperts, TeacherTop, TrainingBatch, TrainingSample
 
 
 def pack_batch(
@@ -99,6 +99,8 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
             return fault
         if vocab_size is not None and len(top_ids) and not 0 <= top_ids.min() <= top_ids.max() < vocab_size:
             return f"a teacher names the token id {top_ids.max()}, and the model has embeddings for 0..{vocab_size - 1}"
+    if sample.routed_experts is not None and len(sample.routed_experts) != prompt + completion:
+        return f"routed_experts has {len(sample.routed_experts)} entries for {prompt + completion} tokens"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
         return "it has images, and training on images is not supported yet"
     return None
@@ -123,6 +125,7 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
         versions=[-1 if sample.version is None else sample.version] * length,
         kept_as=None if sample.kept_as is None else [sample.kept_as],
         teacher_top=sample.teacher_top,
+        routed_experts=sample.routed_experts,
     )
     return row if length <= seq_len else _cut(row, seq_len)
 
@@ -205,6 +208,7 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         versions=[value for row in rows for value in row.versions or [-1] * len(row.input_ids)],
         kept_as=_join_kept(rows),
         teacher_top=_join_tops([row.teacher_top for row in rows]),
+        routed_experts=RoutedExperts.joined([row.routed_experts for row in rows]),
     )
 
 
@@ -231,7 +235,8 @@ def _cut(row: MicroBatch, length: int) -> MicroBatch:
     fields = {name: getattr(row, name) for name in row.__struct_fields__}
     cut = {name: values[:length] for name, values in fields.items() if isinstance(values, list)}
     top = None if row.teacher_top is None else row.teacher_top.places(sum(cut["loss_mask"]))
-    return msgspec.structs.replace(row, **cut, teacher_top=top)
+    routes = None if row.routed_experts is None else row.routed_experts.tokens(end=length)
+    return msgspec.structs.replace(row, **cut, teacher_top=top, routed_experts=routes)
 
 
 EndpointT = TypeVar("EndpointT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)

@@ -20,8 +20,16 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.distillation import TopTokens, divergences
-from prime_rl.trainer.model.scoring import AUTO_VOCAB_CHUNK, LogitsOf, logprobs_and_entropies, score_tokens
-from prime_rl.transport.messages import MicroBatch, TeacherTop
+from prime_rl.trainer.model.scoring import (
+    AUTO_VOCAB_CHUNK,
+    LogitsOf,
+    logprobs_and_entropies,
+    replaying,
+    score_tokens,
+    scoring_of,
+)
+from prime_rl.trainer.process.errors import TrainerError
+from prime_rl.transport.messages import MicroBatch, RoutedExperts, TeacherTop
 from prime_rl.transport.weights import to_device
 
 
@@ -191,6 +199,8 @@ class Row:
     """A critic's; None without one."""
     kept_as: list[list[int] | None] | None = None
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
+    routed_experts: Tensor | None = None
+    """The experts [T, layers, k] that the engine chose, for `trainer.enable_router_replay`. None: the model chooses."""
 
     @classmethod
     def from_message(cls, message: MicroBatch, device: torch.device, version: int | None = None) -> Row:
@@ -216,6 +226,7 @@ class Row:
             minibatch=message.minibatch,
             kept_as=message.kept_as,
             teacher_top=None if message.teacher_top is None else top_tokens(message.teacher_top, device),
+            routed_experts=None if message.routed_experts is None else expert_ids(message.routed_experts, device),
         )
 
     @property
@@ -240,6 +251,37 @@ def top_tokens(top: TeacherTop, device: torch.device) -> TopTokens:
     return TopTokens(
         ids, on_device(top.logprobs, "<f4", top.teachers, top.k), on_device(top.weights, "<f4", top.teachers)
     )
+
+
+def expert_ids(routes: RoutedExperts, device: torch.device) -> Tensor:
+    """[T, layers, k]"""
+    # int16: PyTorch computes little with uint16, and no model has 32,768 experts.
+    ids = np.frombuffer(routes.ids, np.uint8 if routes.width == 1 else "<i2").copy()
+    return to_device(torch.from_numpy(ids).view(-1, routes.layers, routes.top_k), device)
+
+
+def check_routes(rows: Sequence[Row], model: PreTrainedModel) -> None:
+    """Check that the routers of `model` can choose the experts of all rows.
+
+    Raises:
+        TrainerError: a row has none, or those of another model.
+    """
+    routers = scoring_of(model).routers
+    assert routers is not None, "the model was checked when it was built"
+    expected = (model.config.get_text_config().num_hidden_layers, routers.top_k)
+    for row in rows:
+        routes = row.routed_experts
+        if routes is None:
+            raise TrainerError(
+                "enable_router_replay: a server answered without routed experts: set enable_return_routed_experts = "
+                "true for all of them"
+            )
+        if routes.shape[1:] != expected or int(routes.max()) >= routers.num_experts:
+            raise TrainerError(
+                f"enable_router_replay: a server chose {routes.shape[2]} experts in {routes.shape[1]} layers, up to "
+                f"number {int(routes.max())}, and the model takes {routers.top_k} of {routers.num_experts} in "
+                f"{expected[0]}"
+            )
 
 
 def vocab_chunk_of(config: ModelConfig) -> int | None:
@@ -290,9 +332,10 @@ def score_beside_teacher(
 
     # A token is predicted at the one before.
     given = (row.input_ids[places], row.temperatures[places - 1])
-    scored, scored_entropy, divergence = score_tokens(
-        model, row.input_ids[None], row.position_ids[None], score, places - 1, given, uses_last=False
-    )
+    with replaying(model, row.routed_experts):
+        scored, scored_entropy, divergence = score_tokens(
+            model, row.input_ids[None], row.position_ids[None], score, places - 1, given, uses_last=False
+        )
     log_vocab = math.log(vocab_size)
     logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
     entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)

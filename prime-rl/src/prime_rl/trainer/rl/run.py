@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -32,7 +33,7 @@ from prime_rl.trainer.checkpoints.state import (
 )
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, is_classifier, setup_model
+from prime_rl.trainer.model.build import check_routers, compute_dtype, export_dtype, is_classifier, setup_model
 from prime_rl.trainer.model.tokenizer import padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -49,7 +50,7 @@ from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
-from prime_rl.trainer.rl.rows import Row, vocab_chunk_of
+from prime_rl.trainer.rl.rows import Row, check_routes, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, count_of, get_logger
@@ -182,10 +183,15 @@ class RLTrainer:
                 time.sleep(POLL_S)
         self.beats.say(f"step {step}: reading the batch")
         with self.times("load_data"):
-            return [
+            rows = [
                 Row.from_message(message, self.process.device, version=self.progress.step)
                 for message in self.components.batches.take(self.progress.step)
             ]
+        if not self.config.enable_router_replay:
+            return [dataclasses.replace(row, routed_experts=None) for row in rows]
+        if self.config.data.fake is None:
+            check_routes(rows, self.components.state.policy.model)
+        return rows
 
     def _batch_status(self, wait: Wait) -> _BatchStatus:
         """Check for a batch on rank 0 and share the result, so that all ranks stay in step. Collective."""
@@ -447,6 +453,8 @@ def setup_components(
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)
+    if config.enable_router_replay:
+        check_routers(model)
     reference = setup_reference(config, model, mesh, products)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(config.scheduler, optimizer, config.policy_steps)

@@ -85,7 +85,8 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, row: Row, targets: Tensor, vocab_chunk: int | None) -> Tensor:
-        """Log-probabilities of a row's tokens, float32 [T]. Collective."""
+        """Log-probabilities of a row's tokens, float32 [T]. Its routers choose by themselves. Collective."""
+        row = dataclasses.replace(row, routed_experts=None)
         with without_adapters(self.model) if self.is_trained else nullcontext():
             return score_row(self.model, row, targets, vocab_chunk)[0]
 

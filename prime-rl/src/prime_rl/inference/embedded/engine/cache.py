@@ -39,6 +39,9 @@ class KVSlots:
         """Changes whenever tensors are replaced: their addresses in a captured graph are then those of freed memory."""
         self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
         """Convolution state of every layer that has one, and its recurrent state, which short convolutions lack."""
+        self.routes: Tensor | None = None
+        """The experts that every token was routed to, `[rows, 1, length, layers * experts per token]`. None if the
+        engine does not return them. They are kept and copied with the keys of their tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -49,8 +52,7 @@ class KVSlots:
     @property
     def bytes_per_token(self) -> int:
         """Size of one token of one sequence across all layers; 0 before the first forward pass."""
-        tensors = [tensor for pair in self._layers.values() for tensor in pair]
-        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
+        return sum(tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in self._token_tensors())
 
     @property
     def bytes_per_state(self) -> int:
@@ -80,6 +82,8 @@ class KVSlots:
         rows, length = self._rounded_rows(rows), self._rounded_length(length)
         for index, pair in self._layers.items():
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
+        if self.routes is not None:
+            self.routes = self._resized(self.routes, rows, length)
         for index, (convolution, recurrent) in self.states.items():
             kept = None if recurrent is None else self._with_rows(recurrent, rows)
             self.states[index] = (self._with_rows(convolution, rows), kept)
@@ -104,34 +108,45 @@ class KVSlots:
             if stored is not None and new is not None:
                 stored[rows] = new
 
+    def write_routes(self, rows: Tensor, positions: Tensor, chosen_NLk: Tensor) -> None:
+        """Set the experts of N tokens. The first ones set the shape and the dtype."""
+        flat = chosen_NLk.flatten(1)
+        if self.routes is None:
+            self.routes = flat.new_zeros((self.rows, 1, self.length, flat.shape[1]))
+        self.routes[rows, 0, positions] = flat
+
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` tokens of one row, and its states, to other rows."""
         # A list as an index would be copied to the device for every tensor.
         into = targets[0] if len(targets) == 1 else on_device(targets, self.device)
-        for pair in self._layers.values():
-            for tensor in pair:
-                # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
-                tensor[into, :, :length] = tensor[source, :, :length].clone()
+        for tensor in self._token_tensors():
+            # PyTorch refuses to copy between views that share memory if both are dense, as whole rows are.
+            tensor[into, :, :length] = tensor[source, :, :length].clone()
         for tensor in self._state_tensors():
             tensor[into] = tensor[source].clone()
 
     def erase(self, row: int) -> None:
         """Overwrite a row with zeros."""
-        for pair in self._layers.values():
-            for tensor in pair:
-                tensor[row].zero_()
+        for tensor in self._token_tensors():
+            tensor[row].zero_()
         for tensor in self._state_tensors():
             tensor[row].zero_()
 
     def read_row(self, row: int, length: int) -> list[Tensor]:
-        """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer."""
-        return [tensor[row, :, :length].clone() for pair in self._layers.values() for tensor in pair]
+        """Copy out the first `length` tokens of a row: key and value tensors [kv heads, length, head dim] per layer,
+        and the routes if they are kept."""
+        return [tensor[row, :, :length].clone() for tensor in self._token_tensors()]
 
     def write_row(self, tensors: list[Tensor], row: int, length: int) -> None:
         """Write the first `length` tokens of tensors from `read_row` into a row."""
-        own = [tensor for pair in self._layers.values() for tensor in pair]
-        for tensor, copied in zip(own, tensors, strict=True):
+        for tensor, copied in zip(self._token_tensors(), tensors, strict=True):
             tensor[row, :, :length] = copied[:, :length]
+
+    def _token_tensors(self) -> Iterator[Tensor]:
+        """Everything that is kept for each token."""
+        yield from (tensor for pair in self._layers.values() for tensor in pair)
+        if self.routes is not None:
+            yield self.routes
 
     def _state_tensors(self) -> Iterator[Tensor]:
         return (tensor for pair in self.states.values() for tensor in pair if tensor is not None)

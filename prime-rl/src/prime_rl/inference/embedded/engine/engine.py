@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -257,6 +257,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.replayed += self._runner.num_replayed - replayed_before
         self._sample(logits)
+        self._hand_over_routes()
         grown = {sequence.request for sequence in scheduler.running if sequence.request.on_progress is not None}
         for sequence in scheduler.retire_finished():
             sequence.request.resolve_if_complete()
@@ -311,6 +312,15 @@ class Engine:
             with _failing(sequence.request):
                 sequence.append(token, logprob, top, version)
         self.stats.tokens += len(running)
+
+    def _hand_over_routes(self) -> None:
+        """Give finished samples the experts of their tokens. A sample leaves its slot row after this."""
+        if self._runner.routers is None:
+            return
+        for row, sequence in enumerate(self._scheduler.running):
+            if sequence.completion is not None:
+                routes = self._runner.routes_of(row, len(sequence.tokens) - 1)
+                sequence.completion = replace(sequence.completion, routed_experts=routes)
 
     def _draws(self, logits: torch.Tensor) -> list[Draw]:
         """The next token of every running sequence, sampled at once.

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.engine.common_start import Origin
     from prime_rl.inference.embedded.engine.lora import Adapter
@@ -82,6 +84,9 @@ class Completion(Tokens):
     stop_reason: int | str | None
     """The requested stop token or stop string that ended the sample; None for end of sequence or length."""
     versions: list[VersionSpan]
+    routed_experts: np.ndarray | None = None
+    """Expert ids [tokens - 1, layers, k] of prompt and completion: the last token was never computed. None if the
+    engine does not return them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -37,6 +38,7 @@ from prime_rl.transport.loading import (
     float32_names,
     unchanged,
 )
+from prime_rl.transport.routing import Routers, Routing
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
 
@@ -137,8 +139,14 @@ class ModelRunner:
         weights_dir: Path | None = None,
         find_common_start: FindCommonStart = CommonStart.from_origins,
         enforce_eager: bool = False,
+        keeps_routes: bool = False,
     ) -> None:
-        """`enforce_eager` turns off CUDA graphs, which on a GPU replay steps that only decode."""
+        """`enforce_eager` turns off CUDA graphs, which on a GPU replay steps that only decode. `keeps_routes`: the
+        slots also hold the experts that each token was routed to.
+
+        Raises:
+            EngineError: the model is not supported, or has no routes to keep.
+        """
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -149,6 +157,10 @@ class ModelRunner:
         self._hooks = LinearHooks()
         self.state_layers = StateLayers(model, self.slots, lambda: self._hooks)
         """Layers of a hybrid model that keep a state in the slots; none in others."""
+        self.routers = Routers(model) if keeps_routes else None
+        """None if the slots do not keep routes."""
+        if self.routers is not None and self.routers.fault is not None:
+            raise EngineError(f"enable_return_routed_experts: {self.routers.fault}")
         self._find_common_start = find_common_start
         self._origins: list[Origin | None] = []
         self._shared: CommonStart | None = None
@@ -246,8 +258,15 @@ class ModelRunner:
         for index in full_prompts:
             places.append(len(wanted))
             wanted.extend(range(*spans[index]))
-        with self.state_layers.on(batches):
+        routing = Routing()
+        with self.state_layers.on(batches), nullcontext() if self.routers is None else self.routers.on(routing):
             logits_at = self._logits(step, flat, positions, wanted)
+        if self.routers is not None:
+            rows = [
+                *range(len(running)),
+                *(row for row, count in zip(prompt_rows, lengths, strict=True) for _ in range(count)),
+            ]
+            self._keep_routes(self.routers, routing, rows, positions)
         full = [_in_parts(logits_at, *ends) for ends in pairwise([*places, len(wanted)])]
         return logits_at(slice(num_next)), full
 
@@ -258,6 +277,25 @@ class ModelRunner:
             return None
         hidden = self.graphs.hidden(tokens, positions, *used)
         return None if hidden is None else self._fused.head(hidden)
+
+    def _keep_routes(self, routers: Routers, routing: Routing, rows: list[int], positions: list[int]) -> None:
+        """Store the experts of the step's N tokens. Layers without experts have zeros, as in vLLM."""
+        if missing := routers.found.keys() - routing.chosen.keys():
+            kind = type(routers.found[min(missing)]).__name__
+            raise EngineError(f"enable_return_routed_experts: {kind} does not choose with topk, which is not supported")
+        layers = self.model.config.get_text_config().num_hidden_layers
+        dtype = torch.uint8 if routers.num_experts <= 256 else torch.int16
+        chosen_NLk = torch.zeros(len(rows), layers, routers.top_k, dtype=dtype, device=self.device)
+        for layer, chosen_Nk in routing.chosen.items():
+            chosen_NLk[:, layer] = chosen_Nk
+        self.slots.write_routes(on_device(rows, self.device), on_device(positions, self.device), chosen_NLk)
+
+    def routes_of(self, row: int, length: int) -> np.ndarray | None:
+        """The experts [length, layers, k] of the first tokens in a slot row, uint8 or uint16; None if none are kept."""
+        if self.slots.routes is None or self.routers is None:
+            return None
+        stored = self.slots.routes[row, 0, :length].cpu().numpy()
+        return stored.view(np.uint16 if stored.dtype == np.int16 else np.uint8).reshape(length, -1, self.routers.top_k)
 
     def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
         """The shared-prefix groups of the running sequences, rebuilt only when the sequences change."""

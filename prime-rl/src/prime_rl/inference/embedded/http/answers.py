@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -11,6 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from prime_rl.inference.embedded.engine.generation import Completion, Generation, GenerationRequest, Tokens, TopLogprobs
 from prime_rl.inference.embedded.engine.generation import Sequence as Sample
@@ -142,13 +145,21 @@ def _usage_of(answered: Answered) -> dict[str, int]:
 
 
 def _choice(completion: Completion, index: int) -> dict[str, Any]:
+    routes = completion.routed_experts
     return {
         "index": index,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids,
         "weight_versions": [asdict(span) for span in completion.versions],
-    }
+    } | ({} if routes is None else {"routed_experts": _npy(routes)})
+
+
+def _npy(values: np.ndarray) -> str:
+    """A NumPy file in base64, as vLLM answers with."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 def completion_text(body: SamplingBody, text: Text, completion: Completion) -> str:
