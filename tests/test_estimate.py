@@ -91,6 +91,20 @@ def test_short_sequences_fill_rows_of_the_same_length_on_a_cpu(rl_toml: Path, mo
     assert activations(*words, "16") > 1.5 * activations(*words, "8")
 
 
+def test_a_critic_is_counted_as_a_second_model_that_is_trained(rl_toml: Path, model: Path) -> None:
+    def trainer(*words: str) -> dict[str, int]:
+        found = answer("medarc_train", "rl", rl_toml, "--model.name", model, *words)
+        parts: dict[str, int] = found["components"][0]["parts"]
+        return parts
+
+    on_cpu, on_gpu = (trainer("--algorithm", "ppo", *where) for where in (("--device", "cpu"), ("--gpu", "80")))
+    state = on_cpu["weights"] + on_cpu["gradients"] + on_cpu["optimizer"]
+    assert on_cpu["critic"] == state
+    assert on_gpu["critic"] == on_gpu["weights"] + on_gpu["optimizer"], "its gradients follow those of the policy"
+    assert trainer("--algorithm", "ppo", "--device", "cpu", "--trainer.critic.lora.rank", "8")["critic"] < state / 2
+    assert trainer("--device", "cpu")["critic"] == 0
+
+
 def test_a_checkpoint_in_the_background_takes_a_copy_of_weights_and_states(sft_toml: Path) -> None:
     words = ("medarc_train", "sft", sft_toml, "--ckpt.interval", "10")
 

@@ -95,6 +95,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "orchestrator.client.elastic": "servers on other machines",
     "num_train_nodes": "several nodes",
     'id = "rubric"': "a GPU for a judge",
+    "[trainer.critic]": "advantages of one algorithm; rl_ppo_cpu.toml trains with a critic",
 }
 """Parts of blocks that are not run here, and why."""
 

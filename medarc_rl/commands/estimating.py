@@ -88,16 +88,19 @@ def rl_answer(
     """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
+    from prime_rl.checks.memory.estimate import CRITIC
 
     trained = config.trainer.model
     shape = _shape(place(trained.name), trained.debug.num_layers)
     shapes = shape, _shape(place(config.inference.model.name)) if config.inference is not None else shape
 
-    frozen = _frozen_shapes(config.frozen_models, place)
+    others = _frozen_shapes(config.frozen_models, place)
+    if (critic := config.trainer.critic) is not None:
+        others[CRITIC] = shape if critic.name is None else _shape(place(critic.name), trained.debug.num_layers)
 
     def estimate(run: Variant) -> Estimate:
         device = _device(config.device, gpu, in_job)
-        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, frozen)
+        return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, others)
 
     train, infer = _gpus(config)
     infer = 0 if single_gpu else infer

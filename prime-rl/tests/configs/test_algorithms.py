@@ -82,3 +82,5 @@ def test_a_critic_is_trained_like_its_policy_unless_the_config_says_otherwise(rl
     assert (own.lr, own.betas2) == (1e-4, 0.95)
     other = rl(*given, "--trainer.critic.optim.type=muon", "--trainer.critic.optim.lr=1e-4").trainer.critic.optim
     assert (other.type, other.betas2) == ("muon", 0.95)
+    with pytest.warns(ConfigWarning, match="leaves none of max_steps = 5 to train the policy"):
+        rl("--algorithm=ppo", "--max-steps=5", "--trainer.critic.warmup-steps=5")

@@ -123,7 +123,6 @@ def words(options: str) -> list[str]:
         (TrainerConfig, "model.tp=2 distillation.top-k=4", "model.tp (2) divides them"),
         (TrainerConfig, "critic.gamma=1 loss.sft-coef=1", "loss.sft_coef tells good rollouts by their advantage"),
         (TrainerConfig, "critic.gamma=1 loss.adv-tau=0", "loss.adv_tau = 0 leaves out the advantages of [critic]"),
-        (TrainerConfig, "critic.warmup-steps=5 max-steps=5", "leaves none of max_steps = 5 to train the policy"),
         (
             TrainerConfig,
             "critic.scheduler.type=cosine max-steps=9",

@@ -112,16 +112,22 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Written]:
-    ckpt, optim = config.ckpt, config.optim
+    ckpt = config.ckpt
     kept: int | None = 0
+    # Models that are trained: adapters and their states are small.
+    trained = [(size, config.model.lora, config.optim)]
+    if isinstance(config, TrainerConfig) and (critic := config.critic) is not None:
+        of_critic = size if critic.name is None else model_size(critic.name) or size
+        trained.append((of_critic, critic.lora, critic.optim))
     if ckpt is not None:
         kept = _kept(ckpt, config.max_steps, DEFAULT_KEPT)
-        # Adapters and their states are small. One more checkpoint exists while it is written.
-        state = 0 if config.model.lora else _BYTES[config.model.optimization_dtype] * (1 + _STATES[optim.type])
-        yield Written("checkpoint", None if kept is None else kept + 1, size.parameters * state)
+        state = sum(of.parameters * (1 + _STATES[optim.type]) for of, lora, optim in trained if lora is None)
+        # One more checkpoint exists while it is written.
+        each = state * _BYTES[config.model.optimization_dtype]
+        yield Written("checkpoint", None if kept is None else kept + 1, each)
     if ckpt is None or ckpt.weights is not None:
         dtype = "auto" if ckpt is None or ckpt.weights is None else ckpt.weights.dtype
-        each = size.parameters * _BYTES.get(dtype, size.bytes_each)
+        each = sum(of.parameters for of, *_ in trained) * _BYTES.get(dtype, size.bytes_each)
         yield Written("export", 1 if ckpt is None else _kept(ckpt, config.max_steps, None), each)
     if not isinstance(config, TrainerConfig) and config.eval is not None:
         # One that is evaluated, and the next. More wait if an evaluation takes longer than the steps between two.

@@ -178,16 +178,20 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
 
 def _reference_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     """Faults of another model as the reference of preferences."""
-    from prime_rl.checks.model_files import other_token
     from prime_rl.configs.dpo import DPOConfig
 
-    if not isinstance(config, DPOConfig) or (name := config.reference.name) is None:
-        return
-    faults = list(_named_faults("reference.name", name, start))
+    if isinstance(config, DPOConfig) and (name := config.reference.name) is not None:
+        yield from _same_tokenizer_faults("reference.name", name, config.tokenizer.name or config.model.name, start)
+
+
+def _same_tokenizer_faults(key: str, name: str, ours: str, start: StartDir) -> Iterator[str]:
+    """Faults of the model `name` that reads the tokens of `ours`."""
+    from prime_rl.checks.model_files import other_token
+
+    faults = list(_named_faults(key, name, start))
     yield from faults
-    ours = config.tokenizer.name or config.model.name
     if not faults and (token := other_token(ours, name, start)):
-        yield f"reference.name = {name}: its tokenizer differs from that of {ours}, first in token {token}"
+        yield f"{key} = {name}: its tokenizer differs from that of {ours}, first in token {token}"
 
 
 def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool) -> Iterator[str]:
@@ -219,6 +223,8 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     if trainer.enable_router_replay and not untrained:
         yield from _replay_faults(trainer.model.name, start)
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
+    if trainer.critic is not None and (name := trainer.critic.name) is not None:
+        yield from _same_tokenizer_faults("trainer.critic.name", name, trainer.model.name, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)
     yield from _orchestrator_faults(config.orchestrator, start)

@@ -316,7 +316,8 @@ class PenaltiesConfig(BaseConfig):
     kl_in: Literal["loss", "token_reward", "sequence_reward"] = "loss"
     """Where to apply the penalty. `loss`: to the loss, as `kl_estimator` says. `token_reward`: to the advantage of each
     token, by the estimates of this token and those after it. `sequence_reward`: to the advantages of a sequence, by all
-    of its estimates. The last two are centred over the batch, and use the policy that sampled the tokens."""
+    of its estimates. The last two are centred over the batch, unless there is a critic, and use the policy that sampled
+    the tokens."""
 
     kl_target: float | None = Field(None, gt=0)
     """Divergence to hold, in nats per token as in `reference_kl/mean`. After each step, the weight of the penalty grows

@@ -85,15 +85,16 @@ def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]
         yield "loss.adv_tau = 0 leaves out the advantages of [critic]: set it above 0, or remove [critic]"
     if trainer.model.tp > 1:
         yield f"[critic] with model.tp ({trainer.model.tp}): a divided critic is not supported; set model.tp to 1"
-    if trainer.max_steps is None:
-        return
-    if critic.warmup_steps >= trainer.max_steps > 0:
+    yield from (f"[critic]: {fault}" for fault in schedule_faults(critic.scheduler, trainer.max_steps))
+
+
+def critic_warnings(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]:
+    """What works, but is probably not meant."""
+    if trainer.max_steps is not None and critic.warmup_steps >= trainer.max_steps > 0:
         yield (
             f"critic.warmup_steps ({critic.warmup_steps}) leaves none of max_steps = {trainer.max_steps} to train the "
             "policy"
         )
-    else:
-        yield from (f"[critic]: {fault}" for fault in schedule_faults(critic.scheduler, trainer.max_steps))
 
 
 def advantage_faults(

@@ -18,7 +18,7 @@ from prime_rl.configs.algorithms import (
     ReferenceConfig,
     TruncatedLossConfig,
 )
-from prime_rl.configs.critic import CriticConfig, critic_faults, follow_policy
+from prime_rl.configs.critic import CriticConfig, critic_faults, critic_warnings, follow_policy
 from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.model import (
     DEFAULT_VOCAB_CHUNK,
@@ -415,6 +415,8 @@ class TrainerConfig(RootConfig):
             follow_policy(self.critic, self)
         raise_faults([*training_faults(self), *self._faults()])
         fill_tokenizer(self.tokenizer, self.model)
+        for text in critic_warnings(self, self.critic) if self.critic is not None else ():
+            warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.lora is not None and self.model.lora.dropout > 0:
             text = f"model.lora.dropout = {self.model.lora.dropout} has no effect: RL trains without dropout"
             warnings.warn(text, ConfigWarning, stacklevel=2)

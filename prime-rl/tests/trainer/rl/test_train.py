@@ -164,6 +164,7 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     """With one process, the batch is sent as a file; with two, batch and rows are sent through sockets."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     options = ["--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled"]
+    options += ["--critic.gae-lambda", "0.9", "--critic.optim.lr", "1e-2"]
     options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(zmq_port)]
     sender = setup_batch_sender(ZMQTransportConfig(port=zmq_port), RunPaths(together).orchestrator)
     sender.send(batch(0))
@@ -171,11 +172,15 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     sender.close()
     assert result.returncode == 0, result.stdout + result.stderr
     send(alone, 0)
-    train(config_of(alone, tiny_model_dir, minibatches=3, loss={"type": "decoupled"}), RunPaths(alone))
+    critic = {"gae_lambda": 0.9, "optim": {"lr": 1e-2}}
+    train(config_of(alone, tiny_model_dir, minibatches=3, loss={"type": "decoupled"}, critic=critic), RunPaths(alone))
     assert stable_steps(RunPaths(alone).orchestrator.broadcasts) == [1]
-    one, two = (load_file(RunPaths(out).weight(1) / "model.safetensors") for out in (alone, together))
-    assert all(torch.allclose(one[name], two[name], atol=2e-5) for name in one)
-    record = json.loads(RunPaths(alone).metrics.read_text())
+    for model, moved in (("", 2e-5), ("critic", 2e-4)):
+        one, two = (load_file(RunPaths(out).weight(1) / model / "model.safetensors") for out in (alone, together))
+        assert all(torch.allclose(one[name], two[name], atol=moved) for name in one)
+    record, other = (json.loads(RunPaths(out).metrics.read_text()) for out in (alone, together))
+    same = [name for name in record if name.startswith("critic/") and not name.endswith(("median", "min", "max"))]
+    assert {name: other[name] for name in same} == pytest.approx({name: record[name] for name in same}, rel=1e-3)
     assert record["progress/samples"] == len(UNEVEN_LENGTHS)
     assert record["importance_ratio/std"] > 0, "later updates leave the policy that the step began with"
 
@@ -259,8 +264,8 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
     assert second["critic/values/std"] > 0
     assert max(each["critic/is_clipped/mean"] for each in records) > 0, "the second minibatch meets other values"
     kls = [each["reference_kl/mean"] for each in records]
-    assert kls[:2] == pytest.approx([0, 0], abs=1e-6), "nothing but the critic moved in the first step"
-    assert kls[2] > 1e-4
+    assert kls[0] == pytest.approx(0, abs=1e-6), "the policy did not move between the minibatches of the first step"
+    assert min(kls[1:]) > 1e-4
 
     export = RunPaths(whole).weight(3) / "critic"
     loaded, info = AutoModelForSequenceClassification.from_pretrained(export, output_loading_info=True)

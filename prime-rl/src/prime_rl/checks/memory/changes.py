@@ -216,6 +216,7 @@ LABELS = {
     "logits": "logits and loss",
     "buffers": "gathered and reduced",
     "reference": "reference model",
+    "critic": "critic",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
     "copy": "copy for a checkpoint",

@@ -20,6 +20,7 @@ from prime_rl.checks.memory.training import (
     copied_state,
     host_memory,
     loading_memory,
+    memory_beside,
     peak_memory,
 )
 from prime_rl.checks.model_description import STATE_LAYERS, ModelDescription
@@ -200,8 +201,9 @@ class Serving:
 
 
 Verdict = Literal["fits", "tight", "does not fit"]
-FrozenShapes = Mapping[str, ModelShape]
-"""Models of the judges and of the teacher that a run starts, by the names of their processes."""
+CRITIC = "critic"
+OtherShapes = Mapping[str, ModelShape]
+"""Models of the judges and of the teacher that a run starts, by the names of their processes, and that of a critic."""
 
 TIGHT_SHARE = 0.9
 """Above this share of what is available, allocators fragment and an estimate of 10% may be wrong."""
@@ -272,7 +274,7 @@ def verdict_of(share: float) -> Verdict:
 
 
 def estimate_sft(
-    config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device, frozen: FrozenShapes
+    config: SFTConfig, shape: ModelShape, processes: int, gpu: Gpu | None, device: Device, frozen: OtherShapes
 ) -> Estimate:
     """Estimate a run of SFT of a model of `shape` with `processes` trainer processes. `frozen`: see `estimate_rl`."""
     data = config.data
@@ -292,7 +294,7 @@ def estimate_sft(
         engines += _frozen(frozen_judges(config.eval.judge, config.device), frozen, gpu, device)
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
-    trainer = _trainer(training, room, config.ckpt)
+    trainer = _trainer([training], room, config.ckpt)
     trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config)])
     return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
 
@@ -329,10 +331,10 @@ def estimate_rl(
     gpus: tuple[int, int],
     gpu: Gpu | None,
     device: Device,
-    frozen: FrozenShapes,
+    others: OtherShapes,
 ) -> Estimate:
-    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU. `frozen`
-    are the models of the judges and of the teacher that the run starts.
+    """Estimate a run of RL. `shapes` and `gpus` are those of trainer and engine; 0 shares the trainer's GPU. `others`
+    are the models of the judges and of the teacher that the run starts, and of the critic.
 
     On several nodes these are the GPUs of the trainer on all nodes, and those of one server.
     """
@@ -344,14 +346,19 @@ def estimate_rl(
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
+    trained = [training]
+    if trainer.critic is not None:
+        model = trainer.model.model_copy(update={"lora": trainer.critic.lora})
+        shape, optimizer = others[CRITIC], trainer.critic.optim.type
+        trained.append(replace(training, shape=shape, model=model, optimizer=optimizer))
     room = _room(gpu, device, processes // train_nodes)
-    of_frozen = list(_frozen(config.frozen_models, frozen, gpu, device))
+    of_frozen = list(_frozen(config.frozen_models, others, gpu, device))
     if device == "cpu" and room is not None:
         room -= sum(each.needed_bytes for each in of_frozen) // processes
     # The copy of the starting model for `loss.kl_coef`, in the compute dtype.
     copied = trainer.reference_source == "copy"
     reference = {"reference": shapes[0].parameters * training.compute_bytes // training.shards} if copied else {}
-    components = [_trainer(training, room, trainer.ckpt, reference)]
+    components = [_trainer(trained, room, trainer.ckpt, reference)]
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
@@ -359,7 +366,7 @@ def estimate_rl(
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
-        components = [_trainer(training, left, trainer.ckpt, reference), engine]
+        components = [_trainer(trained, left, trainer.ckpt, reference), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
 
@@ -379,15 +386,18 @@ def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
 
 
 def _trainer(
-    training: Training, room: int | None, ckpt: CheckpointConfig | None, more: Mapping[str, int] | None = None
+    trained: Sequence[Training], room: int | None, ckpt: CheckpointConfig | None, more: Mapping[str, int] | None = None
 ) -> Component:
+    """The trainer of a model, and of its critic if there are two."""
+    training, *critic = trained
     on_cpu = training.device == "cpu"
-    copied = copied_state(training) if ckpt is not None and ckpt.async_save else 0
+    copied = sum(map(copied_state, trained)) if ckpt is not None and ckpt.async_save else 0
     own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
-    moved = 0 if on_cpu else host_memory(training) + copied
+    own[CRITIC] = sum(memory_beside(training, each) for each in critic)
+    moved = 0 if on_cpu else sum(map(host_memory, trained)) + copied
     notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
     without = "" if on_cpu else ", without CUDA's own"
-    loading = loading_memory(training) / 2**30
+    loading = max(map(loading_memory, trained)) / 2**30
     notes.append(f"host memory while loading: {loading:.2f} GiB for each process of the trainer{without}")
     parts = {**peak_memory(training), **own, **(more or {})}
     return Component("trainer", training.processes, parts, room, notes=notes)
@@ -441,9 +451,7 @@ def _engine(
     )
 
 
-def _frozen(
-    models: Sequence[FrozenModel], shapes: FrozenShapes, gpu: Gpu | None, device: Device
-) -> Iterator[Component]:
+def _frozen(models: Sequence[FrozenModel], shapes: OtherShapes, gpu: Gpu | None, device: Device) -> Iterator[Component]:
     """The servers of judges and of the teacher. One that is placed on the CPU of a run on GPUs is only noted."""
     for model in models:
         shape, server = shapes[model.process], model.server

@@ -351,6 +351,15 @@ def peak_memory(training: Training) -> Parts:
     return max(phases, key=lambda parts: sum(parts.values()))
 
 
+def memory_beside(training: Training, other: Training) -> int:
+    """What `other` adds to the peak of `training`, of two models that the same process trains in turn: what it keeps
+    all the time, and what its step needs more than that of `training`."""
+    kept = {"weights", "optimizer"} | ({"gradients"} if training.keeps_gathered else set())
+    ours, theirs = peak_memory(training), peak_memory(other)
+    own, needed = (sum(size for key, size in parts.items() if key not in kept) for parts in (ours, theirs))
+    return sum(theirs[key] for key in kept) + max(0, needed - own)
+
+
 def host_memory(training: Training) -> int:
     """Host memory of a process on a GPU."""
     if training.device != "cuda":
