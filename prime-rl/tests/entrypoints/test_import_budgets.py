@@ -48,13 +48,15 @@ def test_the_sft_command_loads_no_config_of_rl() -> None:
         ("prime_rl.trainer.sft.run", OF_DATASETS + OF_ENVIRONMENTS + OF_SERVERS + OF_NOTEBOOKS),
         ("prime_rl.trainer.rl.run", OF_DATASETS + OF_ENVIRONMENTS + OF_SERVERS + OF_NOTEBOOKS),
         ("prime_rl.inference.embedded.startup", OF_DATASETS + OF_ENVIRONMENTS + OF_NOTEBOOKS),
-        ("prime_rl.orchestrator.run", ("torch", "transformers", "wandb", *OF_SERVERS, *OF_NOTEBOOKS)),
+        (
+            "prime_rl.orchestrator.run",
+            ("torch", "transformers", "wandb", "anthropic", "agents", "mcp", *OF_SERVERS, *OF_NOTEBOOKS),
+        ),
     ],
 )
 def test_a_process_of_a_run_loads_nothing_of_another_s_work(module: str, unused: tuple[str, ...]) -> None:
-    is_without_transformers = "transformers" in unused
-    start = "" if is_without_transformers else "from prime_rl.utils.imports import *; import_transformers(); "
-    assert loaded_by(f"{start}import {module}", ("wandb", *unused)) == []
+    start = "import_verifiers()" if "transformers" in unused else "import_transformers()"
+    assert loaded_by(f"from prime_rl.utils.imports import *; {start}; import {module}", ("wandb", *unused)) == []
 
 
 def test_the_distributions_of_packages_are_those_that_python_lists() -> None:
@@ -86,6 +88,25 @@ assert dir(models) == dir(expected)
 assert models._class_to_module == expected._class_to_module
 assert models._object_missing_backend == expected._object_missing_backend
 assert transformers.models.llama.LlamaConfig is transformers.LlamaConfig
+"""
+    assert loaded_by(code, ()) == []
+
+
+def test_verifiers_does_the_same_when_it_imports_other_vendors_packages_on_demand() -> None:
+    code = """
+from prime_rl.utils.imports import import_verifiers
+import_verifiers()
+import verifiers
+from verifiers.utils.tool_utils import convert_func_to_tool_def
+def tool(number: int) -> str: pass
+assert convert_func_to_tool_def(tool).parameters["properties"] == {"number": {"title": "Number", "type": "integer"}}
+from anthropic import AsyncAnthropic, AuthenticationError, PermissionDeniedError
+from verifiers.clients import AnthropicMessagesClient, client
+made = AnthropicMessagesClient(AsyncAnthropic(api_key="key"))
+assert type(made) is verifiers.AnthropicMessagesClient
+assert {AuthenticationError, PermissionDeniedError} < set(client.AUTH_ERRORS)
+from agents.function_schema import function_schema
+assert function_schema(tool).name == "tool"
 """
     assert loaded_by(code, ()) == []
 

@@ -18,7 +18,7 @@ from prime_rl.run.evaluations import Candidate, candidates_of
 from prime_rl.run.process import end_with_launch
 from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
-from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
@@ -58,6 +58,7 @@ def _explained(failure: Exception | SystemExit) -> int:
 def _evaluate(config: OfflineEvalConfig, candidates: Sequence[Candidate]) -> int:
     # verifiers takes seconds to import.
     with import_without_gc():
+        import_verifiers()
         from prime_rl.eval.run import run_evaluation
 
     return run_evaluation(config, candidates, Ending(_explained, end_reported))

@@ -6,6 +6,7 @@ import sys
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program
@@ -17,9 +18,11 @@ def main() -> None:
     config = parse_argv_or_exit(OfflineEvalConfig)
     setup_logger("warning")
     # verifiers takes seconds to import.
-    from prime_rl.environments.judging.gateway import offered_in_a_trial
-    from prime_rl.orchestrator.evaluator import EvalSet
-    from prime_rl.orchestrator.workers.loading import load_environments
+    with import_without_gc():
+        import_verifiers()
+        from prime_rl.environments.judging.gateway import offered_in_a_trial
+        from prime_rl.orchestrator.evaluator import EvalSet
+        from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
         with offered_in_a_trial(config.judge):

@@ -18,7 +18,7 @@ from prime_rl.orchestrator.stopping import exit_process, explained_exit_code
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.run.process import end_with_launch, own_beats
 from prime_rl.transport.endpoints import TransportError
-from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program, write_stacks_on_signal
@@ -57,6 +57,7 @@ def load(config: EnvServerConfig) -> Service:
     """Raises EnvironmentFault if the environment cannot be loaded."""
     # verifiers takes seconds to import.
     with import_without_gc():
+        import_verifiers()
         from prime_rl.orchestrator.workers.loading import load_environment, setup_verifiers_logging
         from prime_rl.orchestrator.workers.remote import Service
 

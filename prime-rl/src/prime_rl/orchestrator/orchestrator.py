@@ -23,7 +23,7 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.run.process import end_with_launch
 from prime_rl.utils.errors import PrimeError
 from prime_rl.utils.files import disk_fault
-from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.limits import keep_threads_to_quota
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import dump_toml, parse_argv_or_exit
@@ -64,6 +64,7 @@ def run(
         resume_step = prepare_directory(config, paths)
         # verifiers takes seconds to import.
         with import_without_gc():
+            import_verifiers()
             from prime_rl.orchestrator.run import run_orchestrator
 
         return run_orchestrator(config, resume_step, sleep, Ending(_explained, finish))

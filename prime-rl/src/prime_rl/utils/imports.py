@@ -9,10 +9,12 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from prime_rl.utils.errors import UserError, one_line
@@ -133,6 +135,62 @@ def import_transformers() -> None:
         import transformers.models
     finally:
         import_utils.define_import_structure = original
+
+
+def import_verifiers() -> None:
+    """Import verifiers without the packages of Anthropic and of OpenAI's agents, which take half of its import.
+
+    verifiers imports both for a client that few environments use, and for one function. Here they are imported when
+    that client is made or the function is called, or when an environment imports them.
+    """
+    with _imported_when_called(_OF_VERIFIERS):
+        import verifiers.utils.env_utils  # noqa: F401 - what loads environments, and imports all the rest
+    sys.meta_path.insert(0, _ErrorsOfAnthropic())
+
+
+_ANTHROPIC_CLIENT = "verifiers.clients.anthropic_messages_client"
+_OF_VERIFIERS = {
+    "anthropic": ("Anthropic", "AsyncAnthropic", "AuthenticationError", "PermissionDeniedError"),
+    "agents.function_schema": ("function_schema",),
+    _ANTHROPIC_CLIENT: ("AnthropicMessagesClient",),
+}
+
+
+class _ErrorsOfAnthropic(MetaPathFinder):
+    """Tells verifiers the errors of Anthropic's package, once its client for it is imported."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == _ANTHROPIC_CLIENT:
+            sys.meta_path.remove(self)
+            from anthropic import AuthenticationError, PermissionDeniedError
+            from verifiers.clients import client
+
+            client.AUTH_ERRORS = (*client.AUTH_ERRORS, AuthenticationError, PermissionDeniedError)
+
+
+@contextmanager
+def _imported_when_called(of_modules: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Let the block import these names. The modules are imported when one of the names is called."""
+    stand_ins = {}
+    for module, names in of_modules.items():
+        if module not in sys.modules:
+            stand_ins[module] = ModuleType(module)
+            vars(stand_ins[module]).update({name: _stand_in(module, name) for name in names})
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for module in stand_ins:
+            del sys.modules[module]
+
+
+def _stand_in(module: str, name: str) -> type[Exception]:
+    """A class, for annotations and `except`. A call is one of the real class or function."""
+
+    def call(cls: type, *args: object, **kwargs: object) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return type(name, (Exception,), {"__new__": call})
 
 
 def module_and_name(path: str) -> tuple[str, str]:

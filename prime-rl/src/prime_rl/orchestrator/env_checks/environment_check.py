@@ -17,7 +17,7 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.run.process import end_with_launch
-from prime_rl.utils.imports import import_without_gc
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import start_program
 
@@ -31,6 +31,7 @@ def main() -> None:
     setup_logger("error")
     report = Reporter(descriptor)
     with import_without_gc():
+        import_verifiers()
         from prime_rl.orchestrator.workers.loading import load_environments
 
     config = EnvConfig.model_validate({**request["env"], "max_failed_groups": 1.0})

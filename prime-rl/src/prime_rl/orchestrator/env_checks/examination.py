@@ -21,6 +21,7 @@ from prime_rl.environments.judging.gateway import offered_in_a_trial
 from prime_rl.orchestrator.env_checks.prompts import PromptLengths, Refused, messages_of, renderer, text_of
 from prime_rl.orchestrator.errors import EnvironmentFault, OrchestratorError
 from prime_rl.utils.errors import StartFault
+from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import get_logger, setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
 from prime_rl.utils.signals import start_program
@@ -189,8 +190,10 @@ def main() -> None:
     config = parse_argv_or_exit(OrchestratorConfig)
     refuse_unbuilt(config)
     setup_logger("warning")
-    from prime_rl.orchestrator.batches.advantage import try_advantage
-    from prime_rl.orchestrator.workers.loading import load_environments
+    with import_without_gc():
+        import_verifiers()
+        from prime_rl.orchestrator.batches.advantage import try_advantage
+        from prime_rl.orchestrator.workers.loading import load_environments
 
     try:
         try_advantage(config)
