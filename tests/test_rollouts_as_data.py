@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from medarc_rl.medarc_train import app
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.run.paths import EvalPaths, RunPaths
 
 HOSTILE = "\x1b[31m\u202e\udce4 [bold]\r\n"

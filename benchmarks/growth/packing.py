@@ -41,7 +41,7 @@ class Samples:
 
 
 def begin(function: str, size: int, folder: Path) -> Action:
-    from prime_rl.configs.sft import SFTDataConfig
+    from prime_rl.configs.data import SFTDataConfig
     from prime_rl.trainer.sft.data.packer import lay_out, setup_packer
 
     samples = Samples(size)

@@ -59,7 +59,7 @@ class NoTokenizer:
 
 
 def begin_reading(kind: str, size: int, folder: Path) -> Action:
-    from prime_rl.configs.sft import SFTDataConfig
+    from prime_rl.configs.data import SFTDataConfig
     from prime_rl.trainer.sft.data.sources import setup_entries
 
     entries = setup_entries(SFTDataConfig(name=str(folder / f"rows.{kind}"), seq_len=128))

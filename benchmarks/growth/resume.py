@@ -19,7 +19,7 @@ def prepare(kind: str, size: int, folder: Path) -> None:
 def begin(kind: str, streaming: bool, size: int, folder: Path) -> Action:
     import pyarrow.parquet  # noqa: F401 - so that its import is not measured
 
-    from prime_rl.configs.sft import SFTDataConfig
+    from prime_rl.configs.data import SFTDataConfig
     from prime_rl.trainer.sft.data.sources import setup_entries
 
     config = SFTDataConfig(name=str(folder / f"rows.{kind}"), streaming=streaming, seq_len=128)

@@ -31,7 +31,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig, evaluation_of
+from prime_rl.configs.sft import SFTConfig, evaluation_of
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.errors import UserError
 
@@ -344,10 +344,9 @@ def _models(config: SFTConfig | RLConfig) -> dict[str, bool]:
 
 
 def _remote_datasets(config: SFTConfig | RLConfig, start: StartDir) -> list[str]:
-    if isinstance(config, RLConfig):
-        return []  # environments load theirs
-    sections = [config.data] + ([] if config.val is None else [config.val.data])
-    parts = [part for data in sections if isinstance(data, SFTDataConfig) for part in find_parts(data, start)]
+    # Environments load theirs.
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    parts = [part for data in trainer.datasets for part in find_parts(data, start)]
     return list(dict.fromkeys(part.name for part in parts if not part.files))
 
 

@@ -67,8 +67,8 @@ def sft_answer(
     """
     from prime_rl.checks.memory import estimate_sft
     from prime_rl.checks.memory.changes import Variant, sft_changes
+    from prime_rl.configs.data import length_fault
     from prime_rl.configs.rollouts.judges import frozen_judges
-    from prime_rl.configs.sft import length_fault
 
     if (fault := length_fault(config.data)) is not None:
         raise UsageError(f"--estimate: {fault}")

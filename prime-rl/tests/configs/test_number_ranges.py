@@ -55,6 +55,7 @@ NO_UPPER = {
         "adv_tau",
         "alpha",
         "entropy_coef",
+        "final_weight",
         "kl_coef",
         "kl_tau",
         "penalty",

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.surface.root import ROOTS, RootConfig
 from prime_rl.launch.plan import component_configs
 from prime_rl.run.directory import write_configs
@@ -29,17 +30,23 @@ from prime_rl.utils.pydantic_config.schema import (
 
 ENVIRONMENT = {"id": "reverse-text"}
 ORCHESTRATOR = {"env": [ENVIRONMENT], "rollouts_per_example": 4, "batch_size": 8, "max_steps": 40}
+IMITATING = {"demonstrations": {"data": {"name": "rows.jsonl", "batch_size": 16}}}
 NEEDED: dict[str, list[dict[str, Any]]] = {
     "rl": [
-        {"trainer": {}, "orchestrator": {**ORCHESTRATOR, "max_steps": None}, "max_steps": 40},
-        {"trainer": {}, "orchestrator": ORCHESTRATOR, "max_steps": 40, "ckpt": {}, "wandb": {}, "slurm": {}},
+        {
+            "trainer": {"critic": {}},
+            "orchestrator": {**ORCHESTRATOR, "max_steps": None},
+            "max_steps": 40,
+            "algorithm": "ppo",
+        },
+        {"trainer": IMITATING, "orchestrator": ORCHESTRATOR, "max_steps": 40, "ckpt": {}, "wandb": {}, "slurm": {}},
     ],
     "sft": [{"max_steps": 40}, {"max_steps": 40, "eval": {"env": [ENVIRONMENT]}, "slurm": {}}],
     "dpo": [{"max_steps": 40, "loss": {"beta": 0.2}}],
     "rm": [{"max_steps": 40, "loss": {"center_rewards_coefficient": 0.01}}],
     "eval": [{"env": [ENVIRONMENT]}],
     "orchestrator": [ORCHESTRATOR],
-    "trainer": [{"max_steps": 40}],
+    "trainer": [{"max_steps": 40, **IMITATING}],
     "inference": [{}],
 }
 """Valid configs of each root, to which parts are added one by one."""

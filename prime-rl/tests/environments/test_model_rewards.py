@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.environments.rewards.building import build
 from prime_rl.environments.rewards.model import token_ids_of
 from prime_rl.environments.rewards.pool import RewardError

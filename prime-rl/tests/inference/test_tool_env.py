@@ -15,7 +15,7 @@ import torch
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.sft import FakeDataConfig
+from prime_rl.configs.data import FakeDataConfig
 from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
 from prime_rl.configs.trainer import FakeDataLoaderConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths

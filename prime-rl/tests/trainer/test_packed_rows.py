@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prime_rl.configs.data import TokenLoss
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.heads import ChunkSizes
 from prime_rl.trainer.model.build import setup_model
@@ -68,20 +69,21 @@ def test_a_folded_row_has_the_logits_that_transformers_gives_the_packed_row(tiny
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("by_probability", [False, True])
+@pytest.mark.parametrize("loss", ["cross_entropy", "dft", "phi"])
 @pytest.mark.parametrize("kind", ["linear", "capped"])
-def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, by_probability: bool) -> None:
-    """Also with the weights of DFT (Wu et al. 2025): the probability of each token, as a constant."""
+def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, loss: TokenLoss) -> None:
+    """Also with weights by the probability p of each token, as constants: p (DFT), p (1 - p) (CHORD)."""
     linear = torch.nn.Linear(8, VOCAB, bias=False)
     head = linear if kind == "linear" else lambda hidden: torch.tanh(linear(hidden) / 5) * 5
     hidden, targets = torch.randn(50, 8, requires_grad=True), torch.randint(0, VOCAB, (50,))
     of_tokens = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
-    weights = of_tokens.detach().neg().exp() if by_probability else torch.ones(50)
+    p = of_tokens.detach().neg().exp()
+    weights = {"cross_entropy": torch.ones(50), "dft": p, "phi": p * (1 - p)}[loss]
     known = (weights * of_tokens).sum() / 3
     expected = [known.detach(), *torch.autograd.grad(known, (hidden, linear.weight))]
     for most in (2**20, 20 * VOCAB, 7 * VOCAB):
         limits = ChunkSizes(logits=most, float_logits=3 * VOCAB)
-        loss = cross_entropy_sum(hidden, targets, head, VOCAB, limits, by_probability) / 3
-        found = [loss.detach(), *torch.autograd.grad(loss, (hidden, linear.weight))]
+        total = cross_entropy_sum(hidden, targets, head, VOCAB, limits, loss) / 3
+        found = [total.detach(), *torch.autograd.grad(total, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from prime_rl.checks.start_dir import StartDir, looks_like_path
-from prime_rl.configs.sft import HeldRows, RowFormatConfig, SFTConfig, SFTDataConfig, SourceConfig
+from prime_rl.configs.data import HeldRows, RowFormatConfig, SFTDataConfig, SourceConfig
 from prime_rl.configs.storage import is_on_s3
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
@@ -66,14 +66,13 @@ def find_parts(config: SFTDataConfig, start: StartDir | None = None) -> list[Par
     return [_found(each, start) for each in parts]
 
 
-def data_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
-    """One line for each dataset of the run whose files cannot be trained on."""
-    for data in (config.data, *(() if config.val is None else (config.val.data,))):
-        if isinstance(data, SFTDataConfig):
-            try:
-                _check_contents(find_parts(data, start), start)
-            except StartFault as fault:
-                yield str(fault)
+def data_faults(datasets: Iterable[SFTDataConfig], start: StartDir) -> Iterator[str]:
+    """One line for each dataset of a run whose files cannot be trained on."""
+    for data in datasets:
+        try:
+            _check_contents(find_parts(data, start), start)
+        except StartFault as fault:
+            yield str(fault)
 
 
 def _format_of(source: SourceConfig, config: SFTDataConfig) -> RowFormatConfig:

@@ -161,7 +161,7 @@ def refuse_unstartable(config: RootConfig) -> None:
 def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     # `sft` loads none of RL's configs, nor `rl` those of SFT.
     from prime_rl.checks.data_files import data_faults
-    from prime_rl.configs.sft import length_fault
+    from prime_rl.configs.data import length_fault
 
     yield from _run_faults(config.output_dir, config, start)
     yield from changed_key_faults(config.ckpt, RunPaths(start.find(config.output_dir)), compared_configs(config))
@@ -170,7 +170,7 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     yield from untrained
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
-    yield from data_faults(config, start)
+    yield from data_faults(config.datasets, start)
     yield from _reference_faults(config, start)
     if config.eval is not None:
         yield from _evaluation_faults(config, start, judges_model=not untrained)
@@ -209,6 +209,7 @@ def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool
 
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
+    from prime_rl.checks.data_files import data_faults
     from prime_rl.checks.engines import engine_faults
 
     trainer, server = config.trainer, config.inference
@@ -225,6 +226,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.critic is not None and (name := trainer.critic.name) is not None:
         yield from _same_tokenizer_faults("trainer.critic.name", name, trainer.model.name, start)
+    yield from data_faults(trainer.datasets, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)
     yield from _orchestrator_faults(config.orchestrator, start)

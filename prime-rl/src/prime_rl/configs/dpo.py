@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 PreferenceLoss = Literal[

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.dpo import PreferenceConfig
-from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 

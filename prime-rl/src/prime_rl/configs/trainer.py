@@ -19,6 +19,8 @@ from prime_rl.configs.algorithms import (
     TruncatedLossConfig,
 )
 from prime_rl.configs.critic import CriticConfig, critic_faults, critic_warnings, follow_policy
+from prime_rl.configs.data import NOT_SET, SFTDataConfig, stack_fault
+from prime_rl.configs.demonstrations import DemonstrationsConfig
 from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.model import (
     DEFAULT_VOCAB_CHUNK,
@@ -161,7 +163,7 @@ class CheckpointConfig(BaseConfig):
     """SFT: continue without the saved schedule."""
 
     skip_dataloader: bool = False
-    """SFT: continue from the beginning of the data instead of the saved position."""
+    """SFT, and demonstrations in RL: continue from the beginning of the data instead of the saved position."""
 
 
 class ParityConfig(BaseConfig):
@@ -331,6 +333,9 @@ class TrainerConfig(RootConfig):
     """Divergence from the teacher's distribution at each place. None leaves `loss.teacher_tau`, which compares the
     sampled tokens only."""
 
+    demonstrations: DemonstrationsConfig | None = None
+    """Rows that the policy imitates beside its rollouts. None has none."""
+
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""
 
@@ -410,6 +415,12 @@ class TrainerConfig(RootConfig):
         return self
 
     @model_validator(mode="after")
+    def _share_sequence_length(self) -> Self:
+        if self.demonstrations is not None and self.demonstrations.data.seq_len is NOT_SET:
+            derive(self.demonstrations.data, "model.seq_len", seq_len=self.model.seq_len)
+        return self
+
+    @model_validator(mode="after")
     def _check_rules(self) -> Self:
         if self.critic is not None:
             follow_policy(self.critic, self)
@@ -427,6 +438,11 @@ class TrainerConfig(RootConfig):
         if self.model.fused_lm_head_chunk_size == "auto":
             derive(self.model, "what `auto` means", fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)
         return self
+
+    @property
+    def datasets(self) -> list[SFTDataConfig]:
+        """The datasets that the trainer reads."""
+        return [] if self.demonstrations is None else [self.demonstrations.data]
 
     @property
     def reference_source(self) -> Literal["adapter", "copy"] | None:
@@ -469,6 +485,14 @@ class TrainerConfig(RootConfig):
                 yield f"[trainer.distillation] compares whole rows, and model.{name} ({size}) divides them: remove one"
         if self.enable_router_replay and self.model.compile is not None:
             yield "enable_router_replay does not work with model.compile: remove one"
+        if self.demonstrations is not None:
+            data = self.demonstrations.data
+            if data.seq_len > self.model.seq_len:
+                yield (
+                    f"{data.section}.seq_len ({data.seq_len}) is above trainer.model.seq_len ({self.model.seq_len}), "
+                    "the length of the longest training sequence"
+                )
+            yield from filter(None, (stack_fault(data),))
         broadcast_nccl = self.weight_broadcast.type == "nccl"
         if broadcast_nccl and self.max_async_level != 1:
             yield f"NCCL weight broadcast needs max_async_level = 1 (got {self.max_async_level})"

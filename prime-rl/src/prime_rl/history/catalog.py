@@ -42,7 +42,7 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes, weighted with `loss = \"dft\"`; of `dpo` and `rm`, the loss of a pair or answer"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes, weighted with `loss = \"dft\"` and `\"phi\"`; of `dpo` and `rm`, the loss of a pair or answer"),
     Metric("val/loss", "nats/token", "the same of the validation rows, without weights"),
     Metric("val/perplexity", "", "its exponential; not of `dpo` and `rm`"),
     Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs, or over its good and its bad answers"),
@@ -87,6 +87,10 @@ RL_TRAINER = (
     Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
     Metric(f"reference_kl{_STATISTICS}", "nats/token", "per sequence, with `trainer.loss.kl_coef`: KL divergence of the policy from the reference, estimated by k3"),
     Metric(f"sft_loss{_STATISTICS}", "nats", "per token of good rollouts, with `trainer.loss.sft_coef`: its cross-entropy"),
+    Metric("demonstrations/loss", "nats/token", "with `trainer.demonstrations`: cross-entropy of the trained tokens of the step's demonstrations, weighted with `loss = \"dft\"` and `\"phi\"`; none at a weight of 0"),
+    Metric("demonstrations/weight", "", "its weight in this step"),
+    Metric("demonstrations/tokens", "tokens", "trained tokens of the step's demonstrations"),
+    Metric("demonstrations/epoch", "epochs", "complete passes over the demonstrations"),
     Metric("reference_kl_coef", "", "with `trainer.loss.kl_target`: the weight of the KL penalty in this step"),
     Metric(f"teacher_divergence{_STATISTICS}", "nats/token", "per sequence, with `trainer.distillation`: mean divergence from the teacher's distribution"),
     Metric(f"teacher_kl{_STATISTICS}", "nats/token", "per sequence, with teacher log-probabilities: mean of teacher - trainer log-probability"),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.rm import RewardLossConfig, RewardModelConfig
-from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model

@@ -161,10 +161,16 @@ def config_of(out: Path, model_dir: Path, **settings) -> TrainerConfig:
 def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     tmp_path, tiny_model_dir, zmq_port
 ) -> None:
-    """With one process, the batch is sent as a file; with two, batch and rows are sent through sockets."""
+    """With one process, the batch is sent as a file; with two, batch and rows are sent through sockets. Each update
+    also imitates two demonstrations, whose rows are full, so that both read the same."""
     alone, together = tmp_path / "alone", tmp_path / "together"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{number} measles " * 8}) + "\n" for number in range(7)))
+    of_data = {"name": str(texts), "batch_size": 2, "seq_len": 32, "pack_function": "cat"}
+    demonstrations = {"data": of_data, "weight": 0.7, "combine": "share"}
     options = ["--max-steps", "1", "--minibatches", "3", "--loss.type", "decoupled"]
     options += ["--critic.gae-lambda", "0.9", "--critic.optim.lr", "1e-2"]
+    options += ["--demonstrations", json.dumps(demonstrations)]
     options += ["--rollout-transport.type", "zmq", "--rollout-transport.port", str(zmq_port)]
     sender = setup_batch_sender(ZMQTransportConfig(port=zmq_port), RunPaths(together).orchestrator)
     sender.send(batch(0))
@@ -172,8 +178,9 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     sender.close()
     assert result.returncode == 0, result.stdout + result.stderr
     send(alone, 0)
-    critic = {"gae_lambda": 0.9, "optim": {"lr": 1e-2}}
-    train(config_of(alone, tiny_model_dir, minibatches=3, loss={"type": "decoupled"}, critic=critic), RunPaths(alone))
+    settings = {"minibatches": 3, "loss": {"type": "decoupled"}, "demonstrations": demonstrations}
+    settings["critic"] = {"gae_lambda": 0.9, "optim": {"lr": 1e-2}}
+    train(config_of(alone, tiny_model_dir, **settings), RunPaths(alone))
     assert stable_steps(RunPaths(alone).orchestrator.broadcasts) == [1]
     for model, moved in (("", 2e-5), ("critic", 2e-4)):
         one, two = (load_file(RunPaths(out).weight(1) / model / "model.safetensors") for out in (alone, together))
@@ -183,6 +190,8 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     assert {name: other[name] for name in same} == pytest.approx({name: record[name] for name in same}, rel=1e-3)
     assert record["progress/samples"] == len(UNEVEN_LENGTHS)
     assert record["importance_ratio/std"] > 0, "later updates leave the policy that the step began with"
+    assert record["demonstrations/tokens"] == other["demonstrations/tokens"] == 3 * 2 * 32
+    assert record["demonstrations/loss"] == pytest.approx(other["demonstrations/loss"], rel=1e-4)
 
 
 def test_the_reference_is_the_starting_model_as_a_copy_or_without_adapters(tmp_path, tiny_model_dir) -> None:

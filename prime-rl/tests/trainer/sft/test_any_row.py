@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.examination import examine, made_rows, untrainable_fault, worries
 from prime_rl.trainer.sft.data.samples import SampleMaker

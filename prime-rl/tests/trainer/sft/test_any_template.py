@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, UnmaskableSample
 

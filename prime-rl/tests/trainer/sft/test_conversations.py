@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.checks.data_files import Part
-from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
+from prime_rl.configs.data import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, UnmaskableSample
 from prime_rl.trainer.sft.data.messages import check_columns

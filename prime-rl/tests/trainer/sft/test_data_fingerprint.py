@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.configs.data import FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.sft.resume import DataFingerprint, fingerprint_of
 
 

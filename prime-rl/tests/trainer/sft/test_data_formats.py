@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pytest
 
-from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig
+from prime_rl.configs.data import RowFormatConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import renamed
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows

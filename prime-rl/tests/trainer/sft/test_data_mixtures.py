@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.process.world import Process

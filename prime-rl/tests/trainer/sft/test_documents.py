@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.checks.data_files import data_faults, find_parts
 from prime_rl.checks.start_dir import StartDir
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.conversation import TokenizedSample

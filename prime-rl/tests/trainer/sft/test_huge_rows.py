@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from prime_rl.checks.time_limit import OutOfTime, time_limit
-from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
+from prime_rl.configs.data import LossMaskConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 from prime_rl.trainer.sft.data.samples import Made, SampleMaker

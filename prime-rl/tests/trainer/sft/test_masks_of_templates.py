@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 
 SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.configs.data import FakeDataConfig, SFTDataConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.mesh import DataAxis, Mesh

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
 
 MODEL = Path(__file__).parents[4] / "examples" / "reverse_text" / "model"

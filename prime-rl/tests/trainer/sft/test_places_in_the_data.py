@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
+from prime_rl.configs.data import FakeDataConfig, SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRow, PackedRows, setup_rows

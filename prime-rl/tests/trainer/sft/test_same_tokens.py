@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from prime_rl.checks.chat_templates import CHATML
-from prime_rl.configs.sft import LossMaskConfig, SFTDataConfig
+from prime_rl.configs.data import LossMaskConfig, SFTDataConfig
 from prime_rl.inference.embedded.engine.text import Text
 from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, special_ids
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows

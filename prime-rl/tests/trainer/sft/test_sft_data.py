@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig
+from prime_rl.configs.data import FakeDataConfig, SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_rows

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.sources import interleave, load_rows
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.paths import RunPaths, stable_steps

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict
 from itertools import islice
 
-from prime_rl.configs.sft import FakeDataConfig, SFTConfig
+from prime_rl.configs.data import FakeDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import CheckpointConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState

@@ -342,7 +342,9 @@ def estimate_rl(
     train_nodes, servers = _nodes(config.deployment)
     trainer = config.trainer
     seq_len = trainer.model.seq_len
-    row_tokens = _own_tokens(_row_tokens(config, shapes[0], device), trainer.model, shapes[0])
+    of_rollouts = _row_tokens(config, shapes[0], device)
+    longest_row = max([of_rollouts, *(data.row_tokens for data in trainer.datasets)])
+    row_tokens = _own_tokens(longest_row, trainer.model, shapes[0])
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )

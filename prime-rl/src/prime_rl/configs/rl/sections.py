@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.critic import advantage_faults
+from prime_rl.configs.data import batch_fault
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import division_fault
+from prime_rl.configs.model import division_fault, product_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import (
     Count,
@@ -396,8 +397,7 @@ def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig
     elif run.teacher_inference is not None and run.device != "cpu":
         yield "[teacher_inference] has no GPU: set deployment.num_teacher_gpus, or device = 'cpu'"
     yield from _judge_faults(run, deployment)
-    if fault := division_fault(run.trainer.model, deployment.num_train_gpus):
-        yield fault
+    yield from _division_faults(run, deployment.num_train_gpus)
     if run.trainer.weight_broadcast.type == "nccl" and run.device != "cpu":
         yield from _shared_gpu(run, deployment)
 
@@ -454,8 +454,18 @@ def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, 
         yield f"deployment.num_train_nodes ({nodes}) is not a multiple of nodes_per_fsdp_group ({group})"
     if run.inference is not None:
         yield from _uneven_split("inference", run.inference, deployment.gpus_per_node)
-    if fault := division_fault(run.trainer.model, deployment.num_train_nodes * deployment.gpus_per_node):
+    yield from _division_faults(run, deployment.num_train_nodes * deployment.gpus_per_node)
+
+
+def _division_faults(run: RunSections, processes: int) -> Iterator[str]:
+    """Why these processes cannot share out the model, or the rows that they imitate."""
+    model = run.trainer.model
+    if fault := division_fault(model, processes):
         yield fault
+        return
+    sharing, group = product_of(model, "cp", "tp")
+    for data in run.trainer.datasets:
+        yield from filter(None, (batch_fault(data, processes // sharing, group),))
 
 
 def _broadcast_faults(run: RunSections) -> Iterator[str]:

@@ -42,7 +42,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
     NotBuilt("trainer.ckpt.skip_progress", "RL resumes with everything that was saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL resumes with everything that was saved"),
-    NotBuilt("trainer.ckpt.skip_dataloader", "RL resumes with everything that was saved"),
     NotBuilt("trainer.weight_broadcast.save_format", "the engines read safetensors", ("torch",)),
     NotBuilt("trainer.max_concurrent_runs", "a trainer serves one run"),
     NotBuilt("orchestrator.log.log_data", "only SFT logs its data"),

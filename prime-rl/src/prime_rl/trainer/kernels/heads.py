@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prime_rl.configs.data import TokenLoss
 from prime_rl.trainer.kernels.products import Product, plain_product
 from prime_rl.trainer.optim.optimizer import KeptGradient, kept_gradient_of
 
@@ -41,30 +42,38 @@ class ChunkSizes:
 CHUNK_SIZES = ChunkSizes()
 
 
+def token_weights(losses_N: Tensor, kind: TokenLoss) -> Tensor | None:
+    """The weights of tokens with these cross-entropies, without gradient. None: all have 1."""
+    if kind == "cross_entropy":
+        return None
+    probability_N = losses_N.detach().neg().exp()
+    return probability_N if kind == "dft" else probability_N * (1 - probability_N)
+
+
 def linear_cross_entropy_sum(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     targets_N: Tensor,
     limits: ChunkSizes = CHUNK_SIZES,
     product: Product = plain_product,
-    by_probability: bool = False,
+    kind: TokenLoss = "cross_entropy",
 ) -> Tensor:
     """Sum over N tokens of the cross-entropy of `hidden @ weight.T`, in float32. `product` computes `a @ b.T`.
 
     Gradients are computed together with the loss, so that the backward pass recomputes no logits. A frozen weight has
-    none. With `by_probability`, the loss of each token is weighted by its probability, as a constant.
+    none.
     """
     kept = kept_gradient_of(weight_VH)
     if not torch.is_grad_enabled():
         hidden_NH, weight_VH = hidden_NH.detach(), weight_VH.detach()
-    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, _Options(limits, product, by_probability))
+    return _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, kept, _Options(limits, product, kind))
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
     limits: ChunkSizes
     product: Product
-    by_probability: bool
+    kind: TokenLoss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -89,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight)
-            loss += _loss_in_place(logits, targets[chunk], is_trained, limits, options.by_probability)
+            loss += _loss_in_place(logits, targets[chunk], is_trained, limits, options.kind)
             if grad_hidden is None:
                 continue
             grad_logits = logits
@@ -130,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_in_place(
-    logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: ChunkSizes, by_probability: bool
+    logits_NV: Tensor, targets_N: Tensor, is_trained: bool, limits: ChunkSizes, kind: TokenLoss
 ) -> Tensor:
     """The summed loss. If `is_trained`, its gradient replaces the logits, in the compute dtype."""
     rows = limits.float_rows(logits_NV.shape[1], on_cpu=logits_NV.device.type == "cpu")
@@ -142,13 +151,13 @@ def _loss_in_place(
         # Each logit's exponential is used for both the loss and the gradient.
         total = values.sub_(peak).exp_().sum(1, keepdim=True)
         losses = peak + total.log() - own
-        probability = losses.neg().exp() if by_probability else None
-        loss += (losses if probability is None else losses * probability).sum()
+        weights = token_weights(losses, kind)
+        loss += (losses if weights is None else losses * weights).sum()
         if is_trained:
             grad_logits = values.div_(total)
             grad_logits.scatter_add_(1, picked, -torch.ones_like(total))
-            if probability is not None:
-                grad_logits.mul_(probability)
+            if weights is not None:
+                grad_logits.mul_(weights)
             logits_NV[part] = grad_logits
     return loss
 

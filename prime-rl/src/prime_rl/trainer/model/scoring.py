@@ -21,8 +21,15 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from prime_rl.configs.data import TokenLoss
 from prime_rl.trainer.kernels.attention import EAGER, SDPA, varlen_arguments
-from prime_rl.trainer.kernels.heads import CHUNK_SIZES, ChunkSizes, fused_logprobs, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.heads import (
+    CHUNK_SIZES,
+    ChunkSizes,
+    fused_logprobs,
+    linear_cross_entropy_sum,
+    token_weights,
+)
 from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.context import own_slice, own_tokens, padded_length, total, with_mean_gradient
 from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
@@ -138,22 +145,18 @@ def cross_entropy_sum(
     logits_of: LogitsOf,
     vocab_size: int,
     limits: ChunkSizes = CHUNK_SIZES,
-    by_probability: bool = False,
+    kind: TokenLoss = "cross_entropy",
 ) -> Tensor:
-    """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory.
-
-    With `by_probability`, each token's is weighted by its probability, as a constant (Wu et al. 2025, DFT).
-    """
+    """Sum over N tokens of the cross-entropy in float32, with at most `limits.logits` logits in memory."""
     if isinstance(logits_of, nn.Linear) and is_plain(logits_of):
         product = head_product(logits_of)
-        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, product, by_probability)
+        return linear_cross_entropy_sum(hidden_NH, logits_of.weight, targets_N, limits, product, kind)
     chunk = max(1, limits.logits // vocab_size)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
-        if not by_probability:
-            return nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="sum")
         losses = nn.functional.cross_entropy(logits_of(hidden).float(), targets, reduction="none")
-        return (losses.detach().neg().exp() * losses).sum()
+        weights = token_weights(losses, kind)
+        return (losses if weights is None else losses * weights).sum()
 
     if len(targets_N) <= chunk:
         return loss_of(hidden_NH, targets_N)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.dpo import PreferenceLossConfig
-from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.scoring import LogitsOf, score_tokens, target_logprobs
 from prime_rl.trainer.preferences.losses import LOSSES, PairLogprobs, kto, rewards

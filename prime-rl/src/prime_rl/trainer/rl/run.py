@@ -46,6 +46,7 @@ from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.rl.batches import BatchSource, FakeBatches, PackedBatches, row_tokens
 from prime_rl.trainer.rl.broadcast import Broadcast, FileSystemBroadcast, GroupBroadcast
 from prime_rl.trainer.rl.critic import Critic, explained_variance, start_at_zero
+from prime_rl.trainer.rl.demonstrations import Demonstrations, setup_demonstrations
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
@@ -92,6 +93,7 @@ class Components:
     batches: BatchSource
     data_axis: DataAxis
     forward_backward: ForwardBackward
+    demonstrations: Demonstrations | None
     kept: KeptLogprobs
     critic: Critic | None
     parity: ParityGate
@@ -209,12 +211,8 @@ class RLTrainer:
         step, rates = self.progress.step, self._learning_rates()
         self.beats.say(f"step {step}: comparing log-probabilities with the engine's")
         self.components.parity.check(rows, self.components.forward_backward, version=step)
-        values, sizes, grad_norms, critic = (
-            MetricValues(),
-            [],
-            defaultdict[str, list[float]](list),
-            self.components.critic,
-        )
+        values, sizes, grad_norms = MetricValues(), list[StepSize](), defaultdict[str, list[float]](list)
+        critic, demonstrations = self.components.critic, self.components.demonstrations
         if self.components.forward_backward.reference is not None:
             with self.times("reference_logprobs"):
                 rows = self.components.forward_backward.with_reference(rows, has_critic=critic is not None)
@@ -230,7 +228,11 @@ class RLTrainer:
                 limit = self.components.forward_backward.loss.max_second_moment
                 if limit is not None:
                     minibatch = self.components.forward_backward.with_second_moment(minibatch, limit)
-                values.extend(self.components.forward_backward.run(minibatch, sizes[-1]))
+                weight = 1.0 if demonstrations is None else demonstrations.config.rl_weight_at(step)
+                values.extend(self.components.forward_backward.run(minibatch, sizes[-1], weight))
+                if demonstrations is not None and is_policy_trained:
+                    self.beats.say(f"step {step}: forward and backward, demonstrations")
+                    demonstrations.accumulate(self.components.state.policy.model, step)
                 grad_norms["optim"].append(self._update_weights("policy", is_policy_trained))
                 if critic is not None:
                     values.extend(critic.run(minibatch))
@@ -253,6 +255,7 @@ class RLTrainer:
             # Before clipping, averaged over the step's optimizer updates.
             **{f"{name}/grad_norm": sum(norms) / len(norms) for name, norms in grad_norms.items()},
             **of_reference,
+            **({} if demonstrations is None else demonstrations.metrics(step)),
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
 
@@ -313,6 +316,7 @@ class RLTrainer:
             f"Time: {metrics['time/step']:.2f}s",
             f"Loss: {metrics.get('loss/mean', NAN):.4f}",
             f"Entropy: {metrics.get('entropy/mean', NAN):.4f}",
+            *(f"Demonstrations: {loss:.4f}" for loss in [metrics.get("demonstrations/loss")] if loss is not None),
             f"Mismatch KL: {metrics.get('mismatch_kl/mean', NAN):.4f}",
             f"Grad. Norm: {metrics['optim/grad_norm']:.4f}",
             f"LR: {metrics['optim/lr']:.2e}",
@@ -345,7 +349,9 @@ class RLTrainer:
             return
         self.beats.say(f"saving the checkpoint of step {self.progress.step}")
         with self.times("save_ckpt"):
-            self.components.checkpoints.save(self.components.state, data_position={})
+            demonstrations = self.components.demonstrations
+            place = {} if demonstrations is None else demonstrations.place()
+            self.components.checkpoints.save(self.components.state, data_position=place)
         self._saved_version = self.progress.step
         if self.process.is_main:
             done = "Copied the state for" if self.components.checkpoints.config.async_save else "Saved"
@@ -451,6 +457,12 @@ def setup_components(
     # Before loading the model, because other processes may look for versions while it loads.
     broadcast.start(resume_step or 0)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    # Before the model is loaded, because faults of the data are found faster.
+    demonstrations = (
+        None
+        if config.demonstrations is None
+        else setup_demonstrations(config.demonstrations, tokenizer, mesh, checkpoints, resume_step)
+    )
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)
     if config.enable_router_replay:
@@ -465,7 +477,7 @@ def setup_components(
     if reference is not None and reference.reset_every is not None:
         state.copies["reference"] = reference.model
     if checkpoints is not None and resume_step is not None:
-        resume(state, checkpoints, resume_step, config.max_steps, products)
+        resume(state, checkpoints, resume_step, config.max_steps, products, demonstrations)
         if loss.kl is not None and loss.kl.target is not None:
             loss.kl.coef = state.adapted.get("kl_coef", loss.kl.coef)
     return Components(
@@ -476,6 +488,7 @@ def setup_components(
         forward_backward=ForwardBackward(
             model, loss, vocab_chunk_of(config.model), mesh, kept, reference, config.distillation
         ),
+        demonstrations=demonstrations,
         kept=kept,
         critic=critic,
         parity=setup_parity(config, mesh, paths),
@@ -586,7 +599,12 @@ def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_conf
 
 
 def resume(
-    state: TrainState, checkpoints: CheckpointManager, step: int, max_steps: int | None, products: ProductChoice
+    state: TrainState,
+    checkpoints: CheckpointManager,
+    step: int,
+    max_steps: int | None,
+    products: ProductChoice,
+    demonstrations: Demonstrations | None,
 ) -> None:
     """Restore the checkpoint of `step`, and log what was restored.
 
@@ -596,10 +614,14 @@ def resume(
     """
     for fault in beyond_end(step, max_steps):
         raise ResumeRefused(fault)
-    checkpoints.load(state, step)
+    places = checkpoints.load(state, step)
+    of_data = None if demonstrations is None else demonstrations.restore(places)
     if checkpoints.process.is_main:
         restored = restored_state(state, checkpoints.paths, step, checkpoints.process)
         facts = {**restored, "matrix_products": asdict(products)}
         summary = summary_of(facts)
+        if of_data is not None:
+            facts["demonstrations"] = of_data
+            summary += f"; demonstrations continue {of_data['place']}"
         get_logger().info(f"Resumed from {checkpoints.paths.trainer_checkpoint(step)}: {summary}")
         report_restored(summary, facts)

@@ -131,8 +131,9 @@ class ForwardBackward:
         self.process = mesh.process
         self.data_axis = mesh.data_axis
 
-    def run(self, rows: Sequence[Row], size: StepSize) -> MetricValues:
-        """Accumulate the gradient of the mean loss in the parameters' `grad`, and return the metrics. Collective."""
+    def run(self, rows: Sequence[Row], size: StepSize, weight: float = 1.0) -> MetricValues:
+        """Accumulate the gradient of `weight` x the mean loss in the parameters' `grad`, and return the metrics.
+        Collective."""
         values = MetricValues()
         divisor = size.divisor(self.loss)
         for row in trained_rows(self.model, rows, self.process):
@@ -162,7 +163,7 @@ class ForwardBackward:
                 losses = dataclasses.replace(losses, losses_S=losses.losses_S + share * sums_S)
                 values.add({"teacher_divergence": sums_S / row.layout.sequences.lengths_S})
             # FSDP averages over all processes, and those that share rows have equal gradients.
-            (total * (self.data_axis.data_size / divisor)).backward()
+            (total * (weight * self.data_axis.data_size / divisor)).backward()
             if losses is not None:
                 # Scaled so that the mean over all sequences is the loss of the update.
                 values.add({**losses.metrics, "loss": losses.losses_S * (size.sequences / divisor)})

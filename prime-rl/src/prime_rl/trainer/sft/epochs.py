@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from prime_rl.configs.sft import SFTConfig, SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import Process

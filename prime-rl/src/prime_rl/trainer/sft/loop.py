@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import BaseDataConfig, SFTConfig, batch_fault
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import WeightCheckpointConfig
 from prime_rl.run.early_stop import EarlyEnd
 from prime_rl.run.paths import RunPaths, stable_steps
@@ -18,11 +18,11 @@ from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.checkpoints.weights import gather_export, write_export
-from prime_rl.trainer.process.errors import DataError, DivergedError
+from prime_rl.trainer.process.errors import DivergedError
 from prime_rl.trainer.process.host_memory import return_freed_memory
-from prime_rl.trainer.process.mesh import DataAxis, Mesh
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.signals import SignalBox
-from prime_rl.trainer.sft.data.packer import PackedRows
+from prime_rl.trainer.sft.data.packer import PackedRows, micro_batches_per_data_rank
 from prime_rl.trainer.sft.reporting import StepReporter, StepStats
 from prime_rl.trainer.sft.resume import FINGERPRINT, DataFingerprint
 from prime_rl.trainer.sft.step import Objective, has_finite_weights, train_step
@@ -219,14 +219,3 @@ class SFTTrainer:
         if self.process.is_main:
             marker = None if is_kept else self.paths.only_for_evaluation(step).name
             write_export(export, model, tokenizer, self.paths.weight(step), options, marker)
-
-
-def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:
-    """Number of micro-batches of each data rank per step.
-
-    Raises:
-        DataError: the batch does not divide evenly.
-    """
-    if fault := batch_fault(data, data_axis.data_size):
-        raise DataError(fault)
-    return data.batch_size // (data_axis.data_size * data.micro_batch_size)

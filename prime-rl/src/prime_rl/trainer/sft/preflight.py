@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.checks import refuse_unstartable
+from prime_rl.configs.data import DataConfig, SFTDataConfig
 from prime_rl.configs.dpo import DPOConfig
-from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.surface.not_built import refuse_unbuilt
 from prime_rl.configs.surface.root import taken_from
 from prime_rl.run.process import end_with_launch

@@ -1,4 +1,4 @@
-"""Resumes an SFT run: checks that data, tokenizer and packing are the same, and restores the position in the data."""
+"""Resumes in the rows of a dataset: compares data, tokenizer and packing, and restores the position in the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.data_files import Part
-from prime_rl.configs.sft import FakeDataConfig, SFTConfig, SFTDataConfig
+from prime_rl.configs.data import DataConfig, FakeDataConfig, SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import beyond_end
 from prime_rl.run.attempts import report_restored
 from prime_rl.run.process import own_beats
@@ -54,7 +55,7 @@ class DataFingerprint:
     settings: Mapping[str, Any]
     """Keys of `data` that determine the rows, dotted."""
 
-    def differences(self, other: DataFingerprint) -> list[str]:
+    def differences(self, other: DataFingerprint, section: str = "data") -> list[str]:
         """One line for each difference between this, the saved fingerprint, and `other`, the current one."""
         named = (
             ("the contents of the data", self.contents, other.contents),
@@ -67,7 +68,7 @@ class DataFingerprint:
             if was != now and key == "rows":
                 lines.append(f"loss.type trained on {was or 'samples'} and now trains on {now or 'samples'}")
             elif was != now:
-                lines.append(f"data.{key} was {was!r} and is {now!r}")
+                lines.append(f"{section}.{key} was {was!r} and is {now!r}")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,7 +159,42 @@ def date_of_templates(
     return config.template_date or (date.fromisoformat(kept) if kept else date.today())
 
 
-def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerprint) -> str:
+@dataclass(frozen=True, slots=True)
+class IdentifiedData:
+    """The data of a run, compared with that of the checkpoint that it resumes from."""
+
+    config: DataConfig
+    """With the date that the chat template writes."""
+    fingerprint: DataFingerprint | None
+    """For checkpoints; None if there are none."""
+    verified: str
+    """What was compared, for the receipt."""
+
+
+def identify_data(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: CheckpointManager | None, step: int | None
+) -> IdentifiedData:
+    """Find out which rows a run trains on, and compare them with those of the checkpoint of `step`, if it resumes.
+
+    Raises:
+        ResumeRefused: the rows differ, so the saved position is invalid.
+    """
+    if checkpoints is None or step is None:
+        today = date_of_templates(config, tokenizer, None)
+    else:
+        today = date_of_templates(config, tokenizer, checkpoints.saved_data(step).get(FINGERPRINT))
+    data = config if today is None else config.model_copy(update={"template_date": today})
+    if today is not None:
+        key = f"{config.section}.template_date"
+        get_logger().info(f"The chat template writes the date: {today} in all rows of this run ({key})")
+    fingerprint = None if checkpoints is None else fingerprint_of(data, tokenizer)
+    verified = ""
+    if checkpoints is not None and fingerprint is not None and step is not None:
+        verified = check_same_rows(checkpoints, step, fingerprint, config.section)
+    return IdentifiedData(data, fingerprint, verified)
+
+
+def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerprint, section: str) -> str:
     """Compare the data of a checkpoint with the current data. Returns what was verified, for the receipt.
 
     Raises:
@@ -178,20 +214,24 @@ def check_same_rows(checkpoints: CheckpointManager, step: int, now: DataFingerpr
             "The chat template writes the date, and the checkpoint does not say which one: the rows have "
             f"{now.settings['template_date']} from now on"
         )
-    differences = before.differences(now)
+    differences = before.differences(now, section)
     if not differences:
         return "data, tokenizer, chat template and packing are unchanged"
     listed = "; ".join(differences)  # the last line of a run that fails tells one line of its log
     if not checkpoints.config.skip_dataloader:
         raise ResumeRefused(
             f"{checkpoint} was trained on different rows than this config gives: {listed}. "
-            "Undo the change, or continue from the beginning of the data with --ckpt.skip-dataloader"
+            f"Undo the change, or continue from the beginning of the data with {_skip_option(section)}"
         )
     if checkpoints.process.is_main:
         get_logger().warning(
             f"{checkpoint} was trained on different rows; continuing from the beginning of the data: {listed}"
         )
     return f"not the data: {len(differences)} differences ignored (ckpt.skip_dataloader)"
+
+
+def _skip_option(section: str) -> str:
+    return f"--{'trainer.' if section.startswith('trainer.') else ''}ckpt.skip-dataloader"
 
 
 def restore_position(rows: PackedRows, places: Sequence[Place]) -> str:
@@ -205,7 +245,7 @@ def restore_position(rows: PackedRows, places: Sequence[Place]) -> str:
     if not all("left_over" in place for place in places):
         raise ResumeRefused(
             "the checkpoint was written by an older version and does not hold the exact position in the data: "
-            "continue from the beginning of the data with --ckpt.skip-dataloader"
+            f"continue from the beginning of the data with {_skip_option(rows.config.section)}"
         )
     rows.load_state(places)
     saved_by, now = saved_data_size(places[0]), rows.data_axis.data_size

@@ -10,9 +10,10 @@ from dataclasses import asdict
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from prime_rl.configs.data import DataConfig, SFTDataConfig
 from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.rm import RewardModelConfig
-from prime_rl.configs.sft import TRAINED_VALIDATION, DataConfig, SFTConfig, SFTDataConfig
+from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
 from prime_rl.run.checkpoints import changes_since, configs_to_save
@@ -35,19 +36,12 @@ from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.sft.data.examination import check_first_rows
-from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.data.packer import micro_batches_per_data_rank, setup_rows
 from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.epochs import as_written, with_steps
-from prime_rl.trainer.sft.loop import Components, SFTTrainer, micro_batches_per_data_rank
+from prime_rl.trainer.sft.loop import Components, SFTTrainer
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
-from prime_rl.trainer.sft.resume import (
-    FINGERPRINT,
-    check_same_rows,
-    date_of_templates,
-    fingerprint_of,
-    leave_receipt,
-    restore_position,
-)
+from prime_rl.trainer.sft.resume import identify_data, leave_receipt, restore_position
 from prime_rl.trainer.sft.step import CrossEntropy, Objective
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
@@ -131,17 +125,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    saved = None
-    if checkpoints is not None and resume_step is not None:
-        saved = checkpoints.saved_data(resume_step).get(FINGERPRINT)
-    today = date_of_templates(config.data, tokenizer, saved)
-    data = config.data if today is None else config.data.model_copy(update={"template_date": today})
-    if today is not None and process.is_main:
-        get_logger().info(f"The chat template writes the date: {today} in all rows of this run (data.template_date)")
-    fingerprint = fingerprint_of(data, tokenizer) if checkpoints is not None else None
-    verified = ""
-    if checkpoints is not None and fingerprint is not None and resume_step is not None:
-        verified = check_same_rows(checkpoints, resume_step, fingerprint)
+    identified = identify_data(config.data, tokenizer, checkpoints, resume_step)
+    data = identified.config
+    if resume_step is not None:
         check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
     objective = objective_of(config, data)
     of_validation = None if config.val is None else objective_of(config, config.val.data, is_validation=True)
@@ -152,6 +138,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     if config.val is not None and of_validation is not None:
         if config.validates_on_training_rows and process.is_main:
             get_logger().warning(TRAINED_VALIDATION)
+        today = data.template_date if isinstance(data, SFTDataConfig) else None
         of_val = config.val.data.model_copy(update={"template_date": today})
         validation = Validation(of_val, tokenizer, mesh, of_validation)
     reference = None
@@ -196,9 +183,11 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         positions = checkpoints.load(state, resume_step)
         facts = {**restored_state(state, paths, resume_step, process), "matrix_products": asdict(products)}
         place = restore_position(rows, positions)
-        leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": verified})
+        leave_receipt(config, checkpoints, facts, {**rows.cursor(), "place": place, "verified": identified.verified})
     dtype = export_dtype(config.model, config.ckpt.weights if config.ckpt else None, process.device)
-    return Components(state, rows, objective, tokenizer, checkpoints, dtype, validation, fingerprint, evaluations)
+    return Components(
+        state, rows, objective, tokenizer, checkpoints, dtype, validation, identified.fingerprint, evaluations
+    )
 
 
 def warn_of_frozen_embeddings(model: PreTrainedModel) -> None:
@@ -219,8 +208,8 @@ def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = F
     if isinstance(config, RewardModelConfig):
         return Ranking(config.loss)
     if not isinstance(config, DPOConfig):
-        # Validation stays comparable with runs of the other loss.
-        return CrossEntropy(by_probability=config.loss == "dft" and not is_validation)
+        # Validation stays comparable with runs of the other losses.
+        return CrossEntropy("cross_entropy" if is_validation else config.loss)
     assert isinstance(data, SFTDataConfig), "checked by the config"
     return Unpaired(config.loss, data) if config.loss.is_unpaired else Preferences(config.loss)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from prime_rl.configs.data import TokenLoss
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.model.blocks import accumulated
@@ -63,18 +64,21 @@ class Objective(Protocol):
 
 
 class CrossEntropy(Objective):
-    """SFT: the mean cross-entropy of the trained tokens, each perhaps weighted by its probability (DFT)."""
+    """SFT: the mean cross-entropy of the trained tokens, each perhaps weighted by its probability."""
 
-    weights = (1.0,)
+    def __init__(self, kind: TokenLoss = "cross_entropy", weight: float = 1.0) -> None:
+        self.kind = kind
+        self.weight = weight
 
-    def __init__(self, by_probability: bool = False) -> None:
-        self.by_probability = by_probability
+    @property
+    def weights(self) -> Sequence[float]:
+        return (self.weight,)
 
     def sizes(self, row: PackedRow) -> Sequence[int]:
         return (int(row.is_trained.sum()),)
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
-        return RowSums((row_loss_sum(model, row, device, self.by_probability),))
+        return RowSums((row_loss_sum(model, row, device, self.kind),))
 
 
 def train_step(
@@ -161,7 +165,9 @@ def has_finite_weights(model: nn.Module, process: Process) -> bool:
     return sum_over_processes([broken], process)[0] == 0
 
 
-def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device, by_probability: bool = False) -> Tensor:
+def row_loss_sum(
+    model: PreTrainedModel, row: PackedRow, device: torch.device, kind: TokenLoss = "cross_entropy"
+) -> Tensor:
     """Sum of the cross-entropy over a row's trained tokens, each perhaps weighted by its probability."""
     trained, targets, input_ids_T = (
         to_device(torch.from_numpy(values), device)
@@ -170,6 +176,6 @@ def row_loss_sum(model: PreTrainedModel, row: PackedRow, device: torch.device, b
 
     def score(hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor) -> Tensor:
         vocab_size = model.config.get_text_config().vocab_size
-        return cross_entropy_sum(hidden_MH, targets_M, logits_of, vocab_size, by_probability=by_probability)
+        return cross_entropy_sum(hidden_MH, targets_M, logits_of, vocab_size, kind=kind)
 
     return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score, trained, [targets])

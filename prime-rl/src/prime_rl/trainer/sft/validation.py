@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from prime_rl.configs.sft import SFTDataConfig
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from prime_rl.checks.chat_templates import TemplateTraces
-from prime_rl.configs.sft import LossMaskConfig
+from prime_rl.configs.data import LossMaskConfig
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
 from prime_rl.utils.conversations import ROLES, Conversation, Message, PlainText, RowFault, plain_messages, read_row
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.dpo import PreferenceLossConfig
-from prime_rl.configs.sft import SFTDataConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from prime_rl.checks.data_files import Part
-from prime_rl.configs.sft import ColumnsConfig, RowFormatConfig
+from prime_rl.configs.data import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.pairs import EXPECTED_LABEL, EXPECTED_PAIR, LABELLED_FORMATS, SIDES
 from prime_rl.utils.conversations import EXPECTED, FORMATS, WITH_EVERY_FORMAT, NamedRow, Row, RowFault, decoded

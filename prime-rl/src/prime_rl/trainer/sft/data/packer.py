@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from prime_rl.configs.sft import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig
+from prime_rl.configs.data import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig, batch_fault
+from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.pairs import Labelled, Pair
 from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
 from prime_rl.trainer.sft.data.samples import (
@@ -322,9 +323,6 @@ def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list
     return [from_bytes(row) for row in rows]
 
 
-__all__ = ["PackedRow", "PackedRows", "setup_rows"]
-
-
 def setup_rows(
     config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data_axis: DataAxis
 ) -> PackedRows:
@@ -339,3 +337,14 @@ def setup_rows(
     else:
         stream = DatasetStream(config, tokenizer, data_axis)
     return PackedRows(stream, config, data_axis)
+
+
+def micro_batches_per_data_rank(data: BaseDataConfig, data_axis: DataAxis) -> int:
+    """Number of micro-batches of each data rank per step.
+
+    Raises:
+        DataError: the batch does not divide evenly.
+    """
+    if fault := batch_fault(data, data_axis.data_size):
+        raise DataError(fault)
+    return data.batch_size // (data_axis.data_size * data.micro_batch_size)

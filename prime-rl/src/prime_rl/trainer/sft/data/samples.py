@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
-from prime_rl.configs.sft import FakeDataConfig, SFTDataConfig, length_fault
+from prime_rl.configs.data import FakeDataConfig, SFTDataConfig, length_fault
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.tokenizer import padding_id
 from prime_rl.trainer.process.errors import BadRow, DataError

@@ -20,7 +20,7 @@ import numpy as np
 
 from prime_rl.checks.data_files import Part
 from prime_rl.checks.data_files import find_parts as files_of_parts
-from prime_rl.configs.sft import RowFormatConfig, SFTDataConfig, Split
+from prime_rl.configs.data import RowFormatConfig, SFTDataConfig, Split
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import check_columns, renamed
