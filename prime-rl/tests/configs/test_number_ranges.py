@@ -58,6 +58,7 @@ NO_UPPER = {
         "final_weight",
         "kl_coef",
         "kl_tau",
+        "observation_coef",
         "penalty",
         "sft_coef",
         "teacher_tau",

@@ -338,6 +338,10 @@ class PenaltiesConfig(BaseConfig):
     """Weight of an SFT loss on the good rollouts: -log(probability) of the tokens whose advantage is above 0. 0 adds
     none."""
 
+    observation_coef: float = Field(0.0, ge=0)
+    """Weight of the mean cross-entropy of the tokens that the environment writes in later turns, such as results of
+    tools: the policy also learns to predict them (ECHO). 0 adds none."""
+
     @model_validator(mode="after")
     def _check_reference_kl(self) -> Self:
         if self.kl_importance and self.kl_coef == 0:

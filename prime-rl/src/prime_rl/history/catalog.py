@@ -87,6 +87,7 @@ RL_TRAINER = (
     Metric(f"behave_weight{_STATISTICS}", "", "per token, with `decoupled`: probability at the step's start / engine probability"),
     Metric(f"reference_kl{_STATISTICS}", "nats/token", "per sequence, with `trainer.loss.kl_coef`: KL divergence of the policy from the reference, estimated by k3"),
     Metric(f"sft_loss{_STATISTICS}", "nats", "per token of good rollouts, with `trainer.loss.sft_coef`: its cross-entropy"),
+    Metric(f"observation_loss{_STATISTICS}", "nats", "per token that an environment wrote after the first turn, with `trainer.loss.observation_coef`: its cross-entropy"),
     Metric("demonstrations/loss", "nats/token", "with `trainer.demonstrations`: cross-entropy of the trained tokens of the step's demonstrations, weighted with `loss = \"dft\"` and `\"phi\"`; none at a weight of 0"),
     Metric("demonstrations/weight", "", "its weight in this step"),
     Metric("demonstrations/tokens", "tokens", "trained tokens of the step's demonstrations"),

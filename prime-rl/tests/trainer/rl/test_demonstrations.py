@@ -1,4 +1,4 @@
-"""SFT beside RL: the loss and gradient of demonstrations, their weight by step, and their position after a resume."""
+"""SFT beside RL: demonstrations (loss, gradient, weight by step, position after a resume), and what tools answered."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.configs.algorithms import ClipLossConfig
 from prime_rl.configs.demonstrations import DemonstrationsConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import ResumeRefused
+from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.demonstrations import setup_demonstrations
+from prime_rl.trainer.rl.loss import setup_loss
+from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.run import train
+from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 QUESTIONS = ("Is it measles?", "Which dose?", "Who reads the scan?", "Stop at once?", "Since when?")
 
@@ -77,6 +83,50 @@ def test_value_and_gradient_of_demonstrations_are_those_of_the_papers(tiny_model
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             torch.testing.assert_close(grad.double(), gradient, atol=1e-6, rtol=1e-4, msg=name)
             parameter.grad = None
+
+
+def test_the_gradient_of_observations_is_that_of_their_mean_cross_entropy(tiny_model_dir, mesh) -> None:
+    """ECHO: GRPO's gradient, and that of -log p at temperature 1 for what the environment wrote between the turns."""
+    sampled = [[3, 1, 2, 4], [3, 2], [3, 1, 5, 1, 2]]  # lengths of prompt, turn, observation, turn, ...
+    generator = torch.Generator().manual_seed(1)
+    samples, texts = [], []
+    for number, (prompt, *parts) in enumerate(sampled):
+        mask = [at % 2 == 0 for at, part in enumerate(parts) for _ in range(part)]
+        tokens = torch.randint(4, 100, (prompt + len(mask),), generator=generator).tolist()
+        texts.append((tokens, [at for at, is_own in enumerate(mask, start=prompt) if not is_own]))
+        samples.append(
+            TrainingSample(
+                prompt_ids=tokens[:prompt],
+                prompt_mask=[False] * prompt,
+                completion_ids=tokens[prompt:],
+                completion_mask=mask,
+                inference_logprobs=[-4.5] * len(mask),
+                completion_temperatures=[0.7] * len(mask),
+                advantage=1.0 - number,
+            )
+        )
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
+    (packed,) = pack_batch(TrainingBatch(samples, 0), 24, 24, 1)
+    rows = [Row.from_message(row, torch.device("cpu")) for row in packed]
+
+    def gradients(coef: float) -> dict[str, Tensor]:
+        loss = setup_loss(ClipLossConfig(observation_coef=coef))
+        values = ForwardBackward(model, loss, 8192, mesh).run(rows, StepSize.from_rows(rows, mesh.data_axis))
+        found = {name: each.grad.full_tensor().double() for name, each in model.named_parameters()}
+        model.zero_grad()
+        assert ("observation_loss" in values.gather(mesh.data_axis)) == (coef > 0)
+        return found
+
+    exact = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+    terms = []
+    for tokens, observed in texts:
+        logprobs = exact(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        terms += [-logprobs[at - 1, tokens[at]] for at in observed]
+    assert len(terms) == 2 + 7
+    expected = torch.autograd.grad(0.1 * torch.stack(terms).mean(), list(exact.parameters()))
+    alone, both = gradients(0.0), gradients(0.1)
+    for (name, own), slope in zip(alone.items(), expected, strict=True):
+        torch.testing.assert_close(both[name] - own, slope, atol=2e-6, rtol=1e-4, msg=name)
 
 
 def test_the_weight_rises_and_then_falls_as_half_a_cosine() -> None:

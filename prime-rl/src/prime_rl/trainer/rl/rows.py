@@ -124,19 +124,24 @@ class RowLayout:
     """Their turns: runs of trained tokens, between tokens of prompts and environments."""
     turns_of: Sequences
     """The sequences once more, as sequences of turns: a turn takes the place of a token."""
+    observed_O: Tensor
+    """Index in the row of each token that comes after a trained token of its sequence and is not trained: what an
+    environment wrote in later turns, with the template's frame around it."""
 
     @classmethod
     def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
         """`loss_mask_T` is on the host; the result's tensors are on `device`."""
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
         trained = to_device(loss_mask_T.nonzero().flatten(), device)
+        begun_T = torch.cat([mask.cumsum(0) > 0 for mask in loss_mask_T.split(lengths)])
+        observed = to_device((begun_T & ~loss_mask_T).nonzero().flatten(), device)
         sequences = Sequences.of_lengths([each for each in num_trained if each], device)
         of_turns = [runs for mask in loss_mask_T.split(lengths) if (runs := _runs(mask))]
         counts = [len(runs) for runs in of_turns]
         turns = sequences
         if max(counts, default=1) > 1:
             turns = Sequences.of_lengths([run for runs in of_turns for run in runs], device)
-        return cls(lengths, num_trained, trained, sequences, turns, Sequences.of_lengths(counts, device))
+        return cls(lengths, num_trained, trained, sequences, turns, Sequences.of_lengths(counts, device), observed)
 
 
 def _runs(mask_T: Tensor) -> list[int]:

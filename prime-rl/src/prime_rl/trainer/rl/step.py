@@ -40,6 +40,8 @@ class StepSize:
     trained_tokens: int
     sequences: int
     """Number of sequences with at least one masked-in token."""
+    observed_tokens: int = 0
+    """Number of tokens that environments wrote after the first masked-in token."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], data_axis: DataAxis) -> StepSize:
@@ -49,6 +51,7 @@ class StepSize:
             sum(len(row.input_ids) for row in real),
             sum(row.trained_tokens for row in real),
             sum(len(row.layout.sequences) for row in real),
+            sum(len(row.layout.observed_O) for row in real),
         ]
         return cls(*data_axis.sum_counts(own))
 
@@ -136,9 +139,15 @@ class ForwardBackward:
         Collective."""
         values = MetricValues()
         divisor = size.divisor(self.loss)
+        observation_coef = 0.0 if self.loss.penalties is None else self.loss.penalties.observation_coef
         for row in trained_rows(self.model, rows, self.process):
+            targets, observed_O = self._targets(row), row.layout.observed_O
+            if observation_coef > 0:
+                # Nobody sampled these tokens, so they have no temperature. Each is predicted at the one before.
+                at_one = row.temperatures.index_fill(0, observed_O - 1, 1.0)
+                row, targets = dataclasses.replace(row, temperatures=at_one), torch.cat((targets, observed_O))
             logprobs, entropy, divergence = score_beside_teacher(
-                self.model, row, self._targets(row), self.vocab_chunk, self.loss.trains_entropy, self._beta(row)
+                self.model, row, targets, self.vocab_chunk, self.loss.trains_entropy, self._beta(row)
             )
             inputs = LossInputs(
                 trainer_logprobs=logprobs,
@@ -162,6 +171,11 @@ class ForwardBackward:
                 total = total + share * sums_S.sum()
                 losses = dataclasses.replace(losses, losses_S=losses.losses_S + share * sums_S)
                 values.add({"teacher_divergence": sums_S / row.layout.sequences.lengths_S})
+            if observation_coef > 0 and losses is not None:
+                # Its mean is over the observed tokens, whatever the loss divides by.
+                observation_O = -logprobs.index_select(0, observed_O)
+                total = total + observation_coef * divisor / max(1, size.observed_tokens) * observation_O.sum()
+                values.add({"observation_loss": observation_O})
             # FSDP averages over all processes, and those that share rows have equal gradients.
             (total * (weight * self.data_axis.data_size / divisor)).backward()
             if losses is not None:
