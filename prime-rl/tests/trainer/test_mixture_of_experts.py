@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import (
     DeepseekV3Config,
@@ -14,11 +15,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from prime_rl.configs.trainer import AdamWConfig, DebugModelConfig, ModelConfig, MuonConfig
+from prime_rl.configs.trainer import AdamWConfig, ConstantSchedulerConfig, DebugModelConfig, ModelConfig, MuonConfig
+from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
+from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
+from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 
@@ -163,3 +167,51 @@ def test_frozen_routers_under_adapters_are_exported_as_they_were(ernie_dir: Path
     name = "model.layers.1.mlp.gate.weight"
     assert torch.equal(exported[name], published[name])
     assert model.get_parameter("model.layers.1.self_attn.k_proj.weight").dtype == torch.bfloat16
+
+
+def test_the_load_of_experts_is_that_of_the_tokens_that_train(biased_dir: Path, mesh: Mesh) -> None:
+    settings = {"router_bias_update_rate": 0.001, "ac": {"freq": 1}}  # recomputed blocks count once
+    model = setup_model(config_of(biased_dir, **settings), mesh)
+    balance = Balance(model, 0.001, mesh.process)
+    gate = model.model.layers[1].mlp.gate
+    # Two sequences with a common start, then one without a trained token.
+    tokens = [list(range(12)), [*range(6), *range(30, 42)], [7] * 9]
+    places = torch.cat([torch.arange(len(each)) for each in tokens])[None]
+    ids = torch.tensor([token for each in tokens for token in each])[None]
+    trained = torch.tensor([4, 9, 20])
+    score_tokens(
+        model, ids, places, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).mean(), trained
+    ).backward()
+
+    reference = DeepseekV3ForCausalLM.from_pretrained(biased_dir, dtype=torch.float32)
+    routed: list[tuple[torch.Tensor, ...]] = []
+    reference.model.layers[1].mlp.gate.register_forward_hook(lambda module, inputs, outputs: routed.append(outputs))
+    with torch.no_grad():
+        for each in tokens[:2]:
+            reference(torch.tensor([each]))
+    logits, _, chosen = map(torch.cat, zip(*routed, strict=True))
+    load = torch.bincount(chosen.flatten(), minlength=4).double()
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    before = gate.e_score_correction_bias.clone()
+    assert balance.step() == {
+        "experts/max_load/mean": pytest.approx(float(load.max() / load.mean())),
+        "experts/max_load/max": pytest.approx(float(load.max() / load.mean())),
+        "experts/unused": float((load == 0).double().mean()),
+        "experts/router_entropy": pytest.approx(float(entropy), rel=1e-4),
+    }
+    assert balance.step() == {}
+    moved = before + 0.001 * torch.sign(load.mean() - load)
+    torch.testing.assert_close(gate.e_score_correction_bias, moved.float())
+    optimizer = setup_optimizer(AdamWConfig(lr=1e-3), model)
+    saved = TrainedModel(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 1)).tensors()["model"]
+    for state in (saved, gather_weights(model, torch.bfloat16)):
+        torch.testing.assert_close(state["model.layers.1.mlp.gate.e_score_correction_bias"], moved.float())
+
+
+def test_a_bias_that_cannot_be_moved_is_refused(moe_dir: Path, mesh: Mesh) -> None:
+    model = setup_model(config_of(moe_dir), mesh)
+    with pytest.raises(ModelError, match="router_bias_update_rate: the routers of Qwen3MoeForCausalLM have no bias"):
+        Balance(model, 0.001, mesh.process)
+    for settings, fault in {"compile": "with \\[compile\\]", "lora": "with \\[lora\\]"}.items():
+        with pytest.raises(ValidationError, match=fault):
+            config_of(moe_dir, router_bias_update_rate=0.001, **{settings: {}})

@@ -186,6 +186,10 @@ class ModelConfig(BaseModelConfig):
     freeze_moe_router: bool = False
     """Do not train the router of an MoE model."""
 
+    router_bias_update_rate: float = Field(0.0, ge=0, le=1)
+    """Balance the experts of an MoE model without a loss: after each optimizer step, the bias that its routers add to
+    the scores for the choice moves by this much towards an equal load. DeepSeek-V3 used 0.001. 0 keeps the bias."""
+
     adapter: str | None = None
     """Adapter to merge into the model before training: a folder in PEFT's format, or the output directory of a run that
     kept its adapter. With `lora`, a new adapter is trained on the merged weights."""
@@ -234,6 +238,10 @@ class ModelConfig(BaseModelConfig):
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":
             yield f"attn = 'fa4' needs impl = 'custom' (got {self.impl!r})"
+        if self.router_bias_update_rate > 0 and self.compile is not None:
+            yield "router_bias_update_rate does not work with [compile], which hides the choice of experts: remove one"
+        if self.router_bias_update_rate > 0 and self.lora is not None:
+            yield "router_bias_update_rate with [lora]: an adapter cannot hold the bias: remove one"
         if self.ep > 1 and self.impl == "hf":
             yield f"ep ({self.ep}) needs our own model code: impl = 'custom' or 'auto'"
 

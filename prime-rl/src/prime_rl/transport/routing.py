@@ -1,4 +1,5 @@
-"""Routers of mixture-of-experts models: records the experts that they choose, and makes them choose given ones.
+"""Routers of mixture-of-experts models: records the experts that they choose, counts their tokens, and makes them
+choose given ones.
 
 A router scores E experts for each of N tokens, takes the k best with `topk`, and computes their weights from the
 scores. Families differ in the scores and the weights, not in the `topk`. So the choice is read, or replaced, there: the
@@ -22,9 +23,11 @@ from prime_rl.utils.errors import StartFault
 class Routing:
     """What the routers of one forward pass do: choose the `given` experts, or their own. It keeps what they chose."""
 
-    def __init__(self, given_NLk: Tensor | None = None) -> None:
-        """`given_NLk` are expert ids for each token of the pass and each layer of the model."""
+    def __init__(self, given_NLk: Tensor | None = None, weights_N: Tensor | None = None) -> None:
+        """`given_NLk` are expert ids for each token of the pass and each layer of the model. `weights_N` say how often
+        each token counts in the load; None counts none."""
         self.given_NLk = given_NLk
+        self.weights_N = weights_N
         self.chosen: dict[int, Tensor] = {}
         """Expert ids [N, k] by layer."""
 
@@ -35,6 +38,7 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         """Wraps the `forward` of each router, which stays Transformers' own outside of `on`."""
         self._routing: Routing | None = None
+        self.load = RouterLoad()
         self.found: dict[int, Any] = {}
         self.fault: str | None = None
         """Why the choices of the model can neither be read nor replaced."""
@@ -77,8 +81,12 @@ class Routers:
         routing = self._routing
 
         def with_this_routing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal routing
             with self.on(routing):
-                return forward(*args, **kwargs)
+                outputs = forward(*args, **kwargs)
+            # The load is counted once.
+            routing = None if routing is None else Routing(routing.given_NLk)
+            return outputs
 
         return with_this_routing
 
@@ -96,6 +104,8 @@ class Routers:
                 outputs = forward(*args, **kwargs)
             if choice.chosen_Nk is not None:
                 routing.chosen[layer] = choice.chosen_Nk
+                if routing.weights_N is not None and torch.is_grad_enabled():
+                    self.load.add(layer, choice.chosen_Nk, _logits(outputs, sizes[0]), routing.weights_N)
             elif given is not None:
                 raise StartFault(
                     f"{type(router).__name__} does not choose its experts with topk, which is not supported"
@@ -103,6 +113,44 @@ class Routers:
             return outputs
 
         return route
+
+
+def _logits(outputs: Any, experts: int) -> Tensor | None:
+    """A router's scores [N, E] before it normalizes them; of several such outputs, families return them last."""
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    found = [part for part in parts if part.ndim == 2 and part.shape[1] == experts and part.is_floating_point()]
+    return found[-1].detach() if found else None
+
+
+class RouterLoad:
+    """Tokens of each expert, and the entropy of the routers, in the passes with a gradient since the last `take`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Tensor] = {}
+        """Tokens [E] of a layer's experts."""
+        self._entropies: dict[int, Tensor] = {}
+        """Sum over a layer's tokens."""
+
+    def add(self, layer: int, chosen_Nk: Tensor, logits_NE: Tensor | None, weights_N: Tensor) -> None:
+        if logits_NE is None:
+            return
+        counts = weights_N.new_zeros(logits_NE.shape[1])
+        counts.index_add_(0, chosen_Nk.flatten(), weights_N.repeat_interleave(chosen_Nk.shape[1]))
+        self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+        logs = logits_NE.float().log_softmax(-1)
+        entropy = -((logs.exp() * logs).sum(-1) * weights_N).sum()
+        self._entropies[layer] = self._entropies[layer] + entropy if layer in self._entropies else entropy
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Tokens by layer and expert [L, E] and sums of entropies [L], of the layers in order. Starts again."""
+        layers = sorted(self._counts)
+        counts = torch.stack([self._counts[layer] for layer in layers]).double()
+        entropies = torch.stack([self._entropies[layer] for layer in layers]).double()
+        self._counts, self._entropies = {}, {}
+        return counts, entropies
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[int, Any]]:

@@ -24,6 +24,7 @@ from prime_rl.run.checkpoints import Changes
 from prime_rl.run.early_stop import History
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object, random_state, rank_file
+from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.lora import LowRank
 from prime_rl.trainer.optim.scheduler import continue_schedule
 from prime_rl.trainer.process.errors import ResumeRefused
@@ -113,6 +114,12 @@ class TrainedModel:
     model: PreTrainedModel
     optimizer: Optimizer
     scheduler: LambdaLR
+    balance: Balance | None = None
+    """Counts the load of a mixture's experts. None counts nothing."""
+
+    def balanced(self) -> dict[str, float]:
+        """Balance the experts after an optimizer step, and return the metrics of their load. Collective."""
+        return {} if self.balance is None else self.balance.step()
 
     def tensors(self) -> dict[str, Any]:
         """The part of the state that all processes save together. Collective."""

@@ -218,6 +218,7 @@ def _arranged(
 ) -> ArrangedRow:
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
     context, tp, routes_TLk = scoring_of(model).context, scoring_of(model).tp, scoring_of(model).routes_TLk
+    routers = scoring_of(model).routers or None
 
     def row_of(
         inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None, routes_NLk: Tensor | None
@@ -226,8 +227,9 @@ def _arranged(
         if scoring_of(model).state_layers:
             sequences = batch_sequences(positions, nodes, node_of_token_T, device, context, uses_last=uses_last)
         places_M = tokens_M if node_of_token_T is None else node_of_token_T.index_select(0, tokens_M)
+        weights_N = None if routers is None else _counted(positions, tokens_M, nodes, node_of_token_T)
         if context is None and tp is None:
-            routing = None if routes_NLk is None else Routing(routes_NLk)
+            routing = None if weights_N is None else Routing(routes_NLk, weights_N)
             return ArrangedRow(inputs, places_M, sequences, routing=routing)
         picks_m, places_m = torch.arange(len(places_M), device=device), places_M
         if context is not None:
@@ -235,9 +237,10 @@ def _arranged(
             inputs = {**inputs, **parts, "context": context}
             picks_m, places_m = own_tokens(places_M, nodes, context)
             routes_NLk = None if routes_NLk is None else own_slice(routes_NLk, context, 0)
+            weights_N = None if weights_N is None else own_slice(weights_N, context, 0)
         if tp is not None:
             picks_m, places_m = (each.tensor_split(tp.size())[tp.get_local_rank()] for each in (picks_m, places_m))
-        routing = None if routes_NLk is None else Routing(routes_NLk)
+        routing = None if weights_N is None else Routing(routes_NLk, weights_N)
         return ArrangedRow(inputs, places_m, sequences, picks_m, routing)
 
     if kernel not in (SDPA, SHARED, EAGER):
@@ -262,6 +265,18 @@ def _arranged(
     inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
     routes_NLk = None if routes_TLk is None else routes_TLk[layout.token_of_node_N]
     return row_of(inputs, ids.numel(), layout.node_of_token_T, routes_NLk)
+
+
+def _counted(positions_1T: Tensor, tokens_M: Tensor, nodes: int, node_of_token_T: Tensor | None) -> Tensor:
+    """How many tokens each of the nodes stands for, without those of sequences in which nothing is scored: padding, and
+    rows that only keep processes in step. float32 [N]"""
+    starts_T = to_device(positions_1T[0] == 0, tokens_M.device)
+    sequence_of_T = starts_T.cumsum(0)
+    is_scored = torch.zeros(len(starts_T) + 1, device=tokens_M.device).index_fill(0, sequence_of_T[tokens_M], 1.0)
+    weights_T = is_scored[sequence_of_T]
+    if node_of_token_T is None:
+        return weights_T
+    return weights_T.new_zeros(nodes).index_add(0, node_of_token_T, weights_T)
 
 
 def _hashed(routes_TLk: Tensor) -> Tensor:

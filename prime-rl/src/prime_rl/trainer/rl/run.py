@@ -33,6 +33,7 @@ from prime_rl.trainer.checkpoints.state import (
 )
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
+from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import check_routers, compute_dtype, export_dtype, is_classifier, setup_model
 from prime_rl.trainer.model.tokenizer import padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
@@ -221,6 +222,7 @@ class RLTrainer:
                 rows, of_critic = critic.with_advantages(rows)
             values.extend(of_critic)
         is_policy_trained = critic is None or not critic.is_warming_up(step)
+        of_experts: dict[str, float] = {}
         with self.times("forward_backward"):
             for minibatch in self._minibatches(rows):
                 self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
@@ -234,6 +236,8 @@ class RLTrainer:
                     self.beats.say(f"step {step}: forward and backward, demonstrations")
                     demonstrations.accumulate(self.components.state.policy.model, step)
                 grad_norms["optim"].append(self._update_weights("policy", is_policy_trained))
+                if is_policy_trained:
+                    of_experts = self.components.state.policy.balanced()
                 if critic is not None:
                     values.extend(critic.run(minibatch))
                     grad_norms["critic"].append(self._update_weights("critic"))
@@ -256,6 +260,7 @@ class RLTrainer:
             **{f"{name}/grad_norm": sum(norms) / len(norms) for name, norms in grad_norms.items()},
             **of_reference,
             **({} if demonstrations is None else demonstrations.metrics(step)),
+            **of_experts,
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
 
@@ -471,8 +476,9 @@ def setup_components(
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(config.scheduler, optimizer, config.policy_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
+    balance = Balance(model, config.model.router_bias_update_rate, process)
     critic = setup_critic(config, tokenizer, mesh, products)
-    trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler)}
+    trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler, balance)}
     state = TrainState(trained if critic is None else {**trained, "critic": critic.trained})
     if reference is not None and reference.reset_every is not None:
         state.copies["reference"] = reference.model

@@ -23,6 +23,7 @@ from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
+from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
 from prime_rl.trainer.model.tokenizer import embeddings_needed, padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
@@ -178,7 +179,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
-    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler)})
+    balance = Balance(model, config.model.router_bias_update_rate, process)
+    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler, balance)})
     if checkpoints is not None and resume_step is not None:
         positions = checkpoints.load(state, resume_step)
         facts = {**restored_state(state, paths, resume_step, process), "matrix_products": asdict(products)}

@@ -108,7 +108,7 @@ def train_step(
     state.policy.scheduler.step()
     state.policy.optimizer.zero_grad()
     state.progress.advance(tokens, samples)
-    metrics = dict(zip(list(own_means)[1:], values, strict=True))
+    metrics = {**dict(zip(list(own_means)[1:], values, strict=True)), **state.policy.balanced()}
     return StepStats(loss, grad_norm, lr, tokens, samples, forward_backward_s, metrics)
 
 
