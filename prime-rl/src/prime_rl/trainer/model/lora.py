@@ -7,6 +7,7 @@ Exports are in PEFT's format, which PEFT and vLLM load directly.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -172,7 +173,8 @@ def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
     """
     parent, _, name = path.rpartition(".")
     read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
-    return re.search(read, _source(model.get_submodule(parent))) is not None
+    owner_class: Any = type(model.get_submodule(parent))  # Any: mypy takes no class of modules for hashable
+    return re.search(read, _source(owner_class)) is not None
 
 
 _MAMBA_FAMILIES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -183,9 +185,11 @@ def _is_refused_by_peft(path: str, model: PreTrainedModel) -> bool:
     return path.endswith(".out_proj") and model.config.model_type in _MAMBA_FAMILIES
 
 
-def _source(module: nn.Module) -> str:
+@functools.lru_cache
+def _source(module_class: type[nn.Module]) -> str:
+    """The code of a class. Cached: Python parses the whole file for it, and all blocks have the same few classes."""
     try:
-        return inspect.getsource(type(module))
+        return inspect.getsource(module_class)
     except (OSError, TypeError):  # code that came from no file
         return ""
 
