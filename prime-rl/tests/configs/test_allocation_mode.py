@@ -36,11 +36,12 @@ VALID = [
     ("attn:d4p2t2c2|ffn:d2p2t4e2", 32, ["megatron 32"]),
     (" vllm :\td2\n+ fsdp: d 4 ", 6, ["vllm 2", "fsdp 4"]),
     ("archon:d2e2", 2, ["archon 2"]),
+    ("d4e2", 4, ["fsdp 4"]),
 ]
 
 INVALID = [
-    ("fsdp:d4p2", "fsdp takes d, t and c"),
-    ("fsdp:d2e2", "fsdp takes d, t and c"),
+    ("fsdp:d4p2", "fsdp takes d, t, c and e"),
+    ("fsdp:d3e2", "3 GPUs are not a multiple of p * e = 2"),
     ("vllm:d2+fsdp:d4+fsdp:d2", "character 1: vllm:d2 has no name, and there are 3 parts: write vllm[NAME]:d2"),
     ("d4+d4", "character 4: two trainers without backend or name: write [NAME]:d4"),
     ("sglang[x]:d2+fsdp[x]:d4", "character 14: the name 'x' is given twice"),
@@ -138,8 +139,8 @@ def test_a_trainer_alone_uses_running_servers() -> None:
 
 
 def test_it_sets_the_keys_of_an_sft_run() -> None:
-    config = load_config(SFTConfig, overrides={"allocation_mode": "d2c2t2"})
-    assert (config.deployment.num_gpus, config.model.cp, config.model.tp) == (8, 2, 2)
+    config = load_config(SFTConfig, overrides={"allocation_mode": "d2c2t2e4"})
+    assert (config.deployment.num_gpus, config.model.cp, config.model.tp, config.model.ep) == (8, 2, 2, 4)
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RLConfig])
@@ -155,7 +156,7 @@ def test_a_written_config_loads_again(cls, tmp_path) -> None:
     ("cls", "keys", "problem"),
     [
         (RLConfig, {"allocation_mode": "vllm:d2+p2"}, "the trainer has no pipeline parallelism (p) yet"),
-        (RLConfig, {"allocation_mode": "vllm:d2+d2e2"}, "the trainer has no expert parallelism (e) yet"),
+        (RLConfig, {"allocation_mode": "vllm:d2+attn:d2t2|ffn:t2e2"}, "has no tensor parallelism (t) of experts"),
         (RLConfig, {"allocation_mode": "vllm:d2+megatron:d2"}, "write fsdp instead of megatron"),
         (RLConfig, {"allocation_mode": "sglang:d2+d2"}, "sglang:d2: sglang is not supported"),
         (RLConfig, {"allocation_mode": "vllm:d2p2+d2"}, "inference has no pipeline parallelism (p)"),

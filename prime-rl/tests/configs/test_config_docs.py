@@ -45,14 +45,14 @@ def test_defaults_ask_for_nothing_that_is_not_built() -> None:
 
 
 def test_a_run_is_refused_for_what_is_not_built(capsys) -> None:
-    options = ["--trainer.model.ep=2", "--deployment.num-train-gpus=2", "--max-model-len=9"]
+    options = ["--trainer.max-concurrent-runs=2", "--deployment.num-train-gpus=2", "--max-model-len=9"]
     run = load_config(RLConfig, [], [*RL, *options])
     with pytest.raises(SystemExit) as caught:
         refuse_unbuilt(run)
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert "error: max_model_len = 9 is not supported yet: set `inference.model.max_model_len`" in lines
-    assert any(line.startswith("error: trainer.model.ep = 2 is not supported yet") for line in lines)
+    assert any(line.startswith("error: trainer.max_concurrent_runs = 2 is not supported yet") for line in lines)
 
 
 def test_what_is_not_built_is_found_in_every_item_of_a_list() -> None:

@@ -135,7 +135,8 @@ def words(options: str) -> list[str]:
         ),
         (TrainerConfig, "model.fsdp-cpu-offload model.optim-cpu-offload", "remove optim_cpu_offload"),
         (TrainerConfig, "model.attn=fa4", "attn = 'fa4' needs impl = 'custom'"),
-        (TrainerConfig, "model.ep=2 model.impl=hf", "ep (2) needs our own model code"),
+        (TrainerConfig, "model.ep=2 model.compile", "ep (2) with [compile]"),
+        (TrainerConfig, "model.ep=3 model.tp=2", "ep (3) is not a multiple of tp (2)"),
         (TrainerConfig, "loss.sequence-mask-low=100", "sequence_mask_low (100.0) must be below"),
         (TrainerConfig, "trace-path=x", "trace_path needs max_steps of at most 9 (got None)"),
         (TrainerConfig, "trace-path=x max-steps=10", "(got 10)"),
@@ -178,7 +179,7 @@ def words(options: str) -> list[str]:
         (SFTConfig, "data.pack-function=stack data.seq-len=128", "needs a data.seq_len in steps of 256 (got 128)"),
         (SFTConfig, "model.fused-lm-head-chunk-size=8192", "must be 'auto' or 'disabled'"),
         (SFTConfig, "trace-path=x", "trace_path needs max_steps"),
-        (SFTConfig, "model.ep=2 model.impl=hf", "ep (2) needs our own model code"),
+        (SFTConfig, "model.ep=4 deployment.num-gpus=2", "model.ep = 4 does not divide the 2 trainer processes"),
     ],
 )
 def test_a_broken_rule_is_one_fault(faults, config_cls: type, options: str, fault: str) -> None:

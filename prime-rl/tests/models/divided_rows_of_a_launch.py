@@ -1,13 +1,14 @@
 """Started by `test_divided_rows.py` as four processes under torchrun.
 
-Arguments: a file for the results, and models' directories. Saves each model's SFT loss, gradient and fingerprint of
-frozen weights, on the same rows: where every process computes all of them, and where meshes divide rows, tokens and
-layers. A directory whose name ends in "adapter" gets a new adapter. One in "replayed" is routed to
-drawn experts.
+Arguments: a directory with models, and JSON of the sizes of meshes by model and by the mesh's name. Saves `found.pt`
+there: each model's SFT loss, gradient and fingerprint of frozen weights, on the same rows: where every process computes
+all of them, and where meshes divide rows, tokens, layers and experts. A model whose name ends in "adapter" gets a new
+adapter. One in "replayed" is routed to drawn experts.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,6 @@ from prime_rl.transport.loading import full_tensor, put_own
 ROW_TOKENS = 46
 LENGTHS = ((7, 39), (46,), (5, 5, 13), (30, 2))
 """Samples of each row. The third row is short, and no row's length is a multiple of four."""
-WITHOUT_PLAN = ("short convolutions", "state space")
-"""Models whose layers Transformers has no plan to divide."""
 
 
 def rows_of(mesh: Mesh) -> list[PackedRow]:
@@ -54,17 +53,13 @@ def rows_of(mesh: Mesh) -> list[PackedRow]:
     return rows[mesh.data_axis.data_rank :: mesh.data_axis.data_size]
 
 
-def meshes(model: ModelConfig, process: Process) -> Iterator[tuple[str, ModelConfig, Mesh]]:
+def meshes(
+    model: ModelConfig, divisions: dict[str, dict[str, int]], process: Process
+) -> Iterator[tuple[str, ModelConfig, Mesh]]:
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
     shared = DataAxis.from_ranks(torch.arange(4)[None], ("dp_shard", "tp"), process.rank)
     yield "whole rows", model, Mesh(process, whole, shared)
-    sizes_by_name = {"dp_shard 2, cp 2": {"cp": 2}}
-    if not model.name.endswith(WITHOUT_PLAN):
-        sizes_by_name |= {"dp_shard 2, tp 2": {"tp": 2}}
-    if model.name.endswith("two key-value heads"):
-        sizes_by_name |= {"cp 4": {"cp": 4}, "dp_replicate 2, cp 2": {"cp": 2, "dp_replicate": 2}}
-        sizes_by_name |= {"cp 2, tp 2": {"cp": 2, "tp": 2}, "dp_replicate 2, tp 2": {"tp": 2, "dp_replicate": 2}}
-    for name, sizes in sizes_by_name.items():
+    for name, sizes in divisions.items():
         config = model.model_copy(update=sizes)
         yield name, config, setup_mesh(config, process)
 
@@ -95,19 +90,19 @@ def drawn_routes(length: int) -> Tensor:
     return torch.from_numpy(np.argsort(random.random((length, 2, 4)))[..., :2].astype(np.uint8))
 
 
-def main(results: Path, directories: list[Path]) -> None:
+def main(directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> None:
     process = setup_world("cpu", timeout_s=3600)
     found = {}
-    for directory in directories:
+    for of_model, sizes in divisions.items():
         lora = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
-        lora = lora if directory.name.endswith("adapter") else None
-        model = ModelConfig(name=str(directory), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
-        for name, config, mesh in meshes(model, process):
-            found[directory.name, name] = gradient(config, mesh)
+        lora = lora if of_model.endswith("adapter") else None
+        model = ModelConfig(name=str(directory / of_model), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
+        for name, config, mesh in meshes(model, sizes, process):
+            found[of_model, name] = gradient(config, mesh)
     if process.is_main:
-        torch.save(found, results)
+        torch.save(found, directory / "found.pt")
     destroy_world()
 
 
 with leaving_at_once():
-    main(Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

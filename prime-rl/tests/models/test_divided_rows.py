@@ -1,8 +1,11 @@
-"""Processes that divide rows (`model.cp`) or layers (`model.tp`) have the loss and gradient of those that do not."""
+"""Processes that divide rows (`model.cp`), layers (`model.tp`) or experts (`model.ep`) have the loss and gradient of
+those that do not."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,24 +18,23 @@ from torch import Tensor
 SCRIPT = Path(__file__).with_name("divided_rows_of_a_launch.py")
 ATTENDING = {"layer_types": ["linear_attention", "full_attention"]}
 MODELS = {
-    "two key-value heads": Case("llama"),
-    "adapter": Case("qwen3"),
-    "experts": Case("qwen3_moe"),
-    "experts, adapter": Case("qwen3_moe"),
-    "experts, replayed": Case("qwen3_moe"),
-    "latent attention": Case("deepseek_v3"),
-    "latent attention, adapter": Case("deepseek_v2"),
-    "windows": Case("gemma3_text"),
-    "short convolutions": Case("lfm2"),
-    "whole heads": Case("olmo2"),
-    "biases": Case("gpt_neox"),
-    "gated delta rule": Case("qwen3_5_text", ATTENDING),
-    "state space": Case("granitemoehybrid"),
+    "two key-value heads": (Case("llama"), "cp2 tp2 cp4 dp_replicate2-cp2 cp2-tp2 dp_replicate2-tp2"),
+    "adapter": (Case("qwen3"), "cp2 tp2"),
+    "experts": (Case("qwen3_moe"), "cp2 tp2 ep2 dp_replicate2-ep2 cp2-ep4 tp2-ep4"),
+    "experts, adapter": (Case("qwen3_moe"), "cp2 tp2 ep4 tp2-ep4"),
+    "experts, replayed": (Case("qwen3_moe"), "cp2 tp2 tp2-ep4"),
+    "two experts": (Case("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1}), "ep2"),
+    "latent attention": (Case("deepseek_v3"), "cp2 tp2 ep4"),
+    "latent attention, adapter": (Case("deepseek_v2"), "cp2 tp2"),
+    "windows": (Case("gemma3_text"), "cp2 tp2"),
+    "short convolutions": (Case("lfm2"), "cp2"),
+    "whole heads": (Case("olmo2"), "cp2 tp2"),
+    "biases": (Case("gpt_neox"), "cp2 tp2"),
+    "gated delta rule": (Case("qwen3_5_text", ATTENDING), "cp2 tp2"),
+    "state space": (Case("granitemoehybrid"), "cp2"),
 }
-DIVISIONS = [(model, "dp_shard 2, cp 2") for model in MODELS]
-DIVISIONS += [(model, "dp_shard 2, tp 2") for model in MODELS if model not in ("short convolutions", "state space")]
-MORE_MESHES = ("cp 4", "dp_replicate 2, cp 2", "cp 2, tp 2", "dp_replicate 2, tp 2")
-DIVISIONS += [("two key-value heads", mesh) for mesh in MORE_MESHES]
+"""Models, and the meshes of four processes that divide them; `dp_shard` is what remains."""
+DIVISIONS = [(model, mesh) for model, (_, meshes) in MODELS.items() for mesh in meshes.split()]
 Found = dict[tuple[str, str], tuple[float, Tensor, int]]
 
 
@@ -40,10 +42,13 @@ Found = dict[tuple[str, str], tuple[float, Tensor, int]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Loss, gradient and fingerprint by model and mesh, from one launch of four processes."""
     directory = tmp_path_factory.mktemp("divided")
-    for name, case in MODELS.items():
+    sizes: dict[str, dict[str, dict[str, int]]] = {}
+    for name, (case, meshes) in MODELS.items():
         save_tiny_model(case, directory / name)
+        axes = {mesh: re.findall(r"([a-z_]+)(\d)", mesh) for mesh in meshes.split()}
+        sizes[name] = {mesh: {axis: int(size) for axis, size in found} for mesh, found in axes.items()}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launcher, SCRIPT, directory / "found.pt", *(directory / name for name in MODELS)]
+    command = [*launcher, SCRIPT, directory, json.dumps(sizes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

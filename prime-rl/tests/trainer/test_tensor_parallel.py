@@ -1,6 +1,8 @@
-"""Models that tensor parallelism refuses. `tests/models/test_divided_rows.py` has those that it divides."""
+"""Models that tensor and expert parallelism refuse. `tests/models/test_divided_rows.py` has those that they divide."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -15,9 +18,10 @@ from transformers import (
 
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import ModelConfig
+from prime_rl.trainer.model.expert_parallel import divide_experts
 from prime_rl.trainer.model.tensor_parallel import divide_layers
 from prime_rl.trainer.process.errors import ModelError
-from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.process.mesh import Mesh, WeightAxis
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 2}
 
@@ -40,6 +44,13 @@ def test_a_plan_with_another_style_is_refused(mesh: Mesh) -> None:
         divide_layers(model, mesh.fsdp, mesh.process)
 
 
+@pytest.mark.parametrize("config", [LlamaConfig(num_hidden_layers=2), Llama4TextConfig(num_hidden_layers=2)])
+def test_a_model_without_experts_that_take_tokens_one_by_one_is_refused(config: PretrainedConfig, mesh: Mesh) -> None:
+    divided = replace(mesh, expert_axis=WeightAxis(mesh.fsdp, mesh.fsdp))
+    with pytest.raises(ModelError, match=r"model\.ep: Llama\w*ForCausalLM has no experts that can be divided"):
+        divide_experts(without_values(config), divided, needs_experts=True)
+
+
 @pytest.mark.parametrize(
     ("sizes", "fault"),
     [
@@ -49,8 +60,10 @@ def test_a_plan_with_another_style_is_refused(mesh: Mesh) -> None:
         ({"cp": 3}, "model.cp = 3 does not divide the 8 attention heads of LlamaForCausalLM"),
         ({"cp": 8, "tp": 2}, "model.cp = 8 x model.tp = 2 does not divide the 8 attention heads of LlamaForCausalLM"),
         ({"tp": 4}, "model.tp = 4 does not divide the 2 key-value heads of LlamaForCausalLM"),
+        ({"tp": 2, "ep": 6}, None),
+        ({"ep": 8}, "model.ep = 8 does not divide the 12 experts of LlamaForCausalLM"),
     ],
     ids=str,
 )
-def test_processes_divide_the_heads_of_a_model(sizes: dict[str, int], fault: str | None) -> None:
-    assert ModelDescription(LLAMA).division_fault(ModelConfig(**sizes)) == fault
+def test_processes_divide_the_heads_and_experts_of_a_model(sizes: dict[str, int], fault: str | None) -> None:
+    assert ModelDescription(LLAMA | {"num_local_experts": 12}).division_fault(ModelConfig(**sizes)) == fault

@@ -15,6 +15,9 @@ from typing import Any
 
 from prime_rl.configs.model import ModelConfig, product_of
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of experts in a layer of a mixture."""
+
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a model with several parts keeps the config of its language model."""
 
@@ -196,6 +199,10 @@ class ModelDescription:
         sharing, text = product_of(model, "cp", "tp")
         if isinstance(heads, int) and heads % sharing:
             return f"{text} does not divide the {heads} attention heads of {self.class_name}"
+        experts = next((count for key in EXPERT_COUNTS if isinstance(count := self.setting(key), int)), None)
+        dividing, text = max(product_of(model, "ep"), product_of(model, "tp"))
+        if experts is not None and experts > 1 and experts % dividing:
+            return f"{text} does not divide the {experts} experts of {self.class_name}"
         # Context parallelism repeats key-value heads where there are fewer.
         heads = self.setting("num_key_value_heads")
         if isinstance(heads, int) and heads % model.tp:

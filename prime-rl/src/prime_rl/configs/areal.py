@@ -328,18 +328,18 @@ def _checked(text: str, raw: RawAllocation) -> Allocation:
         sizes = Sizes(raw.dims["d"], raw.dims["t"], raw.dims["p"])
         return Allocation("inference", raw.backend or "", raw.name, sizes, raw.text)
     sizes = _plain_sizes(text, raw) if raw.experts is None else _expert_sizes(text, raw)
-    is_sparse = raw.experts is not None or sizes.pipeline > 1 or sizes.expert > 1
-    backend = raw.backend or ("megatron" if is_sparse else "fsdp")
-    if backend == "fsdp" and is_sparse:
-        _fail(text, raw.at, f"{raw.text}: fsdp takes d, t and c: write megatron for p or e")
+    # AReaL has experts only on other backends.
+    is_megatron = raw.experts is not None or sizes.pipeline > 1
+    backend = raw.backend or ("megatron" if is_megatron else "fsdp")
+    if backend == "fsdp" and is_megatron:
+        _fail(text, raw.at, f"{raw.text}: fsdp takes d, t, c and e: write megatron for p, attn or ffn")
     return Allocation("training", backend, raw.name, sizes, raw.text)
 
 
 def _plain_sizes(text: str, raw: RawAllocation) -> Sizes:
     sizes = Sizes(*(raw.dims[letter] for letter in "dtpce"))
     shared = sizes.pipeline * sizes.expert
-    # fsdp has its own fault for experts.
-    if sizes.expert > 1 and raw.backend != "fsdp" and sizes.gpus % shared:
+    if sizes.expert > 1 and sizes.gpus % shared:
         _fail(text, raw.dims.at, f"{raw.text}: {sizes.gpus} GPUs are not a multiple of p * e = {shared}")
     return sizes
 
@@ -424,7 +424,7 @@ def rl_keys(mode: AllocationMode, gpus_per_node: int) -> Keys:
 
 
 def _division_keys(model: str, trainer: Allocation) -> dict[str, Any]:
-    sizes = {"cp": trainer.sizes.context, "tp": trainer.sizes.tensor}
+    sizes = {"cp": trainer.sizes.context, "tp": trainer.sizes.tensor, "ep": trainer.sizes.expert}
     return {f"{model}.{name}": size for name, size in sizes.items() if size > 1}
 
 
@@ -460,13 +460,11 @@ def _only(mode: AllocationMode, role: Any) -> Allocation:
 
 def _trainer_faults(trainer: Allocation) -> Iterator[str]:
     sizes = trainer.sizes
-    missing = {
-        "pipeline parallelism (p)": sizes.pipeline,
-        "expert parallelism (e)": max(sizes.expert, sizes.expert_tensor),
-    }
-    lacks = [what for what, size in missing.items() if size > 1]
-    yield from (f"{trainer.text}: the trainer has no {what} yet: use d" for what in lacks)
-    if trainer.backend != "fsdp" and not lacks:
+    if sizes.pipeline > 1:
+        yield f"{trainer.text}: the trainer has no pipeline parallelism (p) yet: use d"
+    elif sizes.expert_tensor > 1:
+        yield f"{trainer.text}: the trainer has no tensor parallelism (t) of experts: use e"
+    elif trainer.backend != "fsdp":
         yield f"{trainer.text}: the trainer is FSDP: write fsdp instead of {trainer.backend}"
 
 

@@ -160,7 +160,8 @@ class ModelConfig(BaseModelConfig):
     """Number of copies of the sharded model (HSDP)."""
 
     ep: Processes = 1
-    """Expert-parallel size."""
+    """Expert-parallel size: number of processes that divide the experts of each layer. They may train on different
+    rows. With `tp`, a multiple of it; 1 divides experts by `tp`."""
 
     tp: Processes = 1
     """Tensor-parallel size: number of processes that divide the layers of each decoder block."""
@@ -229,7 +230,7 @@ class ModelConfig(BaseModelConfig):
     def _faults(self) -> Iterator[str]:
         if self.trust_remote_code and self.impl == "custom":
             yield "trust_remote_code runs the model's own code, and impl = 'custom' ours: remove one"
-        for name, size in (("cp", self.cp), ("tp", self.tp)):
+        for name, size in (("cp", self.cp), ("tp", self.tp), ("ep", self.ep)):
             if size > 1 and self.compile is not None:
                 yield f"{name} ({size}) with [compile]: collectives of a compiled block are not supported: remove one"
         if self.tp > 1 and self.ac_offloading is not None:
@@ -242,8 +243,8 @@ class ModelConfig(BaseModelConfig):
             yield "router_bias_update_rate does not work with [compile], which hides the choice of experts: remove one"
         if self.router_bias_update_rate > 0 and self.lora is not None:
             yield "router_bias_update_rate with [lora]: an adapter cannot hold the bias: remove one"
-        if self.ep > 1 and self.impl == "hf":
-            yield f"ep ({self.ep}) needs our own model code: impl = 'custom' or 'auto'"
+        if self.ep > 1 and self.ep % self.tp:
+            yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
@@ -254,8 +255,11 @@ def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
 
 def division_fault(model: ModelConfig, processes: int) -> str | None:
     """Why `processes` trainer processes cannot be divided as the model's config says."""
-    product, text = product_of(model, "dp_replicate", "cp", "tp")
-    return None if processes % product == 0 else f"{text} does not divide the {processes} trainer processes"
+    for axes in (("dp_replicate", "cp", "tp"), ("dp_replicate", "ep")):
+        product, text = product_of(model, *axes)
+        if processes % product:
+            return f"{text} does not divide the {processes} trainer processes"
+    return None
 
 
 def product_of(model: ModelConfig, *axes: str) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prime_rl.checks.memory.estimate import Component, Estimate
-from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig, product_of
+from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig, division_fault, product_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -83,7 +83,8 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
             if config.data.batch_size % (times * processes // sharing * rows) == 0:
                 yield _more_nodes("--nodes", "deployment.num_nodes", times * config.deployment.num_nodes)
     for gpus in _NODE_GPUS if config.deployment.type == "single_node" else ():
-        if gpus > processes and gpus % sharing == 0 and config.data.batch_size % (gpus // sharing * rows) == 0:
+        is_possible = gpus > processes and division_fault(config.model, gpus) is None
+        if is_possible and config.data.batch_size % (gpus // sharing * rows) == 0:
             yield Change("gpus", f"--gpus {gpus}", lambda run, gpus=gpus: Variant(run.config, gpus))  # type: ignore[misc]
     yield from _slow_changes(config.model, "model")
     for part in (2, 4):

@@ -407,7 +407,7 @@ def _gathered(training: Training) -> int:
     """Gathered weights that exist during all of forward and backward."""
     kept = training.shape.parameters if training.keeps_gathered else count(training.shape.root)
     if not (training.keeps_gathered or training.model.reshard_after_forward):
-        kept += sum(_of_one_process(block, training.model.tp) for block in training.shape.blocks)
+        kept += sum(_of_one_process(block, training.model) for block in training.shape.blocks)
     return kept * training.compute_bytes
 
 
@@ -461,10 +461,10 @@ def _in_backward(training: Training) -> Parts:
     if not training.keeps_gathered:
         largest = max(training.shape.blocks, key=count)
         lora, size = training.model.lora, training.compute_bytes
-        own = _of_one_process(largest, training.model.tp)
+        own = _of_one_process(largest, training.model)
         trained = own if lora is None else _adapters(training.shape.blocks[0], lora)
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
-        matrix = max(_of_one_process({name: of}, training.model.tp) for name, of in largest.items())
+        matrix = max(_of_one_process({name: of}, training.model) for name, of in largest.items())
         computing = temporary + size * (matrix if lora is None else 0)
         freed = 0 if training.model.ac is not None else training.blocks[-1].saved * training.row_tokens
         summed = training.reduce_bytes * trained
@@ -478,9 +478,10 @@ def _in_backward(training: Training) -> Parts:
     }
 
 
-def _of_one_process(block: Tensors, tp: int) -> int:
-    """Parameters of a gathered block in one of `tp` processes, which divide its matrices and its stack of experts."""
-    return sum(prod(shape) // (tp if len(shape) > 1 else 1) for shape in block.values())
+def _of_one_process(block: Tensors, model: ModelConfig) -> int:
+    """Parameters of a gathered block in one of the processes that divide its matrices and its stack of experts."""
+    sizes = {2: model.tp, 3: max(model.tp, model.ep)}
+    return sum(prod(shape) // sizes.get(len(shape), 1) for shape in block.values())
 
 
 def _attention_temporaries(training: Training) -> int:

@@ -34,7 +34,6 @@ def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused:
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
-    *_of_both_trainers("model.ep", "expert parallelism is missing"),
     *_of_both_trainers("model.impl", "models come from Transformers: use hf or auto", ("custom",)),
     NotBuilt("sft.loss_impl", "use torch, which also holds few logits at a time", ("liger",)),
     *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),

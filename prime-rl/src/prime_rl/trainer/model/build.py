@@ -43,6 +43,7 @@ from prime_rl.trainer.kernels.lean_layers import use_lean_mlps, use_lean_norms
 from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
+from prime_rl.trainer.model.expert_parallel import divide_experts, shard_experts
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
@@ -336,7 +337,8 @@ def setup_model(
         hidden_size = model.config.get_text_config().hidden_size
         _use_lean_products(model, choice.products(hidden_size, compute_dtype(config, process.device)))
     # After all that reads whole weights, and before FSDP, which shards the parts of each process further.
-    sharing_heads = 1 if mesh.tensor_axis is None else divide_layers(model, mesh.tensor_axis.tp, process)
+    sharing_heads = 1 if mesh.tensor_axis is None else divide_layers(model, mesh.tensor_axis.sharing, process)
+    divide_experts(model, mesh, needs_experts=config.ep > 1)
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
@@ -642,6 +644,7 @@ def _shard(model: PreTrainedModel, config: ModelConfig, mesh: Mesh) -> None:
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
     of_blocks = mesh.fsdp if mesh.tensor_axis is None else mesh.tensor_axis.fsdp
     for block in decoder_blocks(model):
+        shard_experts(block, mesh, partial(shard, reshard_after_forward=config.reshard_after_forward), policy)
         shard(block, mesh=of_blocks, reshard_after_forward=config.reshard_after_forward)
     # Embeddings and head are whole layers: no two processes hold the same part of them, and FSDP's average over
     # processes that computed the same gradient is that gradient.

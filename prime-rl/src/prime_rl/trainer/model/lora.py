@@ -125,6 +125,11 @@ def is_stacked(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 and 1 not in parameter.shape for parameter in module.parameters(recurse=False))
 
 
+def is_routed(module: nn.Module) -> bool:
+    """Whether `module` is a stack of experts that takes hidden states, and each token's experts and their weights."""
+    return is_stacked(module) and len(inspect.signature(type(module).forward).parameters) == 1 + 3
+
+
 def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: SelectedModules) -> None:
     either: _MODULES = {**linear, **experts}
     if _selected([pattern], either):

@@ -186,7 +186,7 @@ def enable_scoring(
     scoring.state_layers = state_layers or getattr(model, "state_layers", None)
     scoring.context = None if mesh is None else mesh.context_axis
     scoring.row_axis = None if mesh is None else mesh.row_axis
-    scoring.tp = None if mesh is None or mesh.tensor_axis is None else mesh.tensor_axis.tp
+    scoring.tp = None if mesh is None or mesh.tensor_axis is None else mesh.tensor_axis.sharing
     scoring.sharing_heads = sharing_heads
     scoring.routers = getattr(model, "routers", None) if routers is None else routers
     scoring.routes_TLk = None

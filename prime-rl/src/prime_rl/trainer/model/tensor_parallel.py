@@ -10,8 +10,7 @@ their layers. Some styles are done here in another way than in Transformers:
 
 - Norms of heads: Transformers adds up `param.grad`, which FSDP has taken by then, or adds to in the next micro-batch.
 - Latent attention: Transformers would pass adapters by.
-- Experts: each process takes some of them whole, where Transformers divides each. A part of the stack is one block of
-  the tensor, as files and checkpoints take it, and the products stay large.
+- Experts: `expert_parallel.py` gives each process some of them whole, where Transformers divides each.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.model.lora import LowRank, is_stacked
+from prime_rl.trainer.model.lora import LowRank, is_routed
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
-from prime_rl.transport.loading import local
 from prime_rl.utils.logger import count_of, get_logger
 
 _NORM_OF_HEADS = "replicated_with_grad_allreduce"
@@ -43,7 +41,7 @@ _EXPERTS = "moe_tp_experts"
 """A module of stacked experts."""
 _OWN_STYLES = {_NORM_OF_HEADS, _LATENT, _EXPERTS}
 _STYLES = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
-_DIVIDED = {"colwise": (0, "outputs"), "rowwise": (1, "inputs"), _EXPERTS: (0, "experts")}
+_DIVIDED = {"colwise": (0, "outputs"), "rowwise": (1, "inputs")}
 """The axis of weights that is divided, and what lies along it, by the beginning of the style."""
 
 
@@ -63,13 +61,11 @@ def divide_layers(model: PreTrainedModel, tp: DeviceMesh, process: Process) -> i
         if isinstance(adapter := getattr(module, "lora", None), LowRank):
             _divide_adapter(adapter, style, tp)
         if style == _NORM_OF_HEADS:
-            module.forward = _with_weights(module, partial(with_summed_gradient, tp=tp))
+            module.forward = with_weights(module, partial(with_summed_gradient, tp=tp))
         elif style == _LATENT:
             rotated = model.config.get_text_config().qk_rope_head_dim
             # After the hook that adds the output of an adapter.
             module.register_forward_hook(partial(_sum_gradient_of_last, count=rotated, tp=tp))
-        elif style == _EXPERTS:
-            _divide_experts(module, tp)
     if process.is_main:
         get_logger().info(f"Tensor parallelism: {tp.size()} processes divide {count_of('layer', len(divided))}")
     return tp.size() if any("att" in path and style == "colwise" for path, style in plan.items()) else 1
@@ -90,7 +86,7 @@ def _plan_of_blocks(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _check_sizes(path: str, module: nn.Module, style: str, size: int) -> None:
-    if style == _EXPERTS and not is_stacked(module):
+    if style == _EXPERTS and not is_routed(module):
         raise ModelError(f"model.tp: {path} holds its experts apart, which is not supported")
     for weight in module.parameters(recurse=False):
         for start, (axis, what) in _DIVIDED.items():
@@ -107,15 +103,16 @@ def _generic(path: str) -> str:
 def _divide_adapter(adapter: LowRank, style: str, tp: DeviceMesh) -> None:
     """Divide the B of a `colwise` layer and the A of a `rowwise` one. Of other styles, inputs and outputs are whole."""
     if style == "colwise":
-        adapter.B = _divided(adapter.B, 0, tp)
+        adapter.B = divided(adapter.B, 0, tp)
         adapter.between = partial(with_summed_gradient, tp=tp)
     elif style == "rowwise":
-        adapter.A = _divided(adapter.A, 1, tp)
+        adapter.A = divided(adapter.A, 1, tp)
         adapter.between = partial(summed, tp=tp)
 
 
-def _divided(weight: nn.Parameter, axis: int, tp: DeviceMesh) -> nn.Parameter:
-    part = distribute_tensor(weight.detach(), tp, [Shard(axis)], src_data_rank=None)
+def divided(weight: nn.Parameter, axis: int, sharing: DeviceMesh) -> nn.Parameter:
+    """The part of a `weight` without values that this process holds."""
+    part = distribute_tensor(weight.detach(), sharing, [Shard(axis)], src_data_rank=None)
     return nn.Parameter(part, weight.requires_grad)
 
 
@@ -136,7 +133,7 @@ def _sum_gradient_of_last(module: nn.Module, inputs: Any, output: Tensor, *, cou
     return torch.cat([others, with_summed_gradient(last, tp)], dim=-1)
 
 
-def _with_weights(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def with_weights(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """The forward of `module` that computes with each of its weights changed."""
     forward, held = module.forward, cast("dict[str, Tensor | None]", module._parameters)
 
@@ -149,35 +146,3 @@ def _with_weights(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Call
             held.update(gathered)
 
     return run
-
-
-def _divide_experts(experts: nn.Module, tp: DeviceMesh) -> None:
-    """Give each process some of the `experts`. It computes the tokens that chose those, and the results are added up.
-
-    The forward pass gets the pairs of a token and an expert of this process, as tokens with one expert each.
-    """
-    parts = [experts]
-    if isinstance(adapters := getattr(experts, "lora", None), nn.ModuleDict):
-        parts += adapters.values()
-    for part in parts:
-        for name, weight in list(part.named_parameters(recurse=False)):
-            setattr(part, name, _divided(weight, 0, tp))
-    own = next(local(weight).shape[0] for weight in experts.parameters(recurse=False))
-    cast("Any", experts).num_experts = own
-    first, forward = own * tp.get_local_rank(), _with_weights(experts, local)
-
-    def run(hidden_NH: Tensor, top_k_index_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
-        hidden_NH, top_k_weights_NK = (with_summed_gradient(each, tp) for each in (hidden_NH, top_k_weights_NK))
-        expert_NK = top_k_index_NK - first
-        is_own_NK = (expert_NK >= 0) & (expert_NK < own)
-        pairs = is_own_NK.nonzero()
-        if len(pairs) == 0:
-            # FSDP waits for gradients of all processes, so one without tokens computes one for nothing.
-            pairs = pairs.new_zeros(1, 2)
-        token_P, choice_P = pairs.unbind(1)
-        expert_P = expert_NK[token_P, choice_P].clamp(0, own - 1)
-        weight_P = top_k_weights_NK[token_P, choice_P] * is_own_NK[token_P, choice_P]
-        output_PH = forward(hidden_NH[token_P], expert_P[:, None], weight_P[:, None])
-        return summed(torch.zeros_like(hidden_NH).index_add(0, token_P, output_PH.to(hidden_NH.dtype)), tp)
-
-    experts.forward = run

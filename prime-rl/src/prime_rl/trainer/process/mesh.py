@@ -106,16 +106,16 @@ class ContextAxis:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorAxis:
-    """The processes that divide the weights of each layer, and those that hold the same part of it.
+class WeightAxis:
+    """The processes that divide some weights, and those that hold the same part of them.
 
     Both meshes come from one root, as FSDP requires of weights that it shards further.
     """
 
-    tp: DeviceMesh
-    """The processes that compute a layer together."""
+    sharing: DeviceMesh
+    """The processes that each hold a part."""
     fsdp: DeviceMesh
-    """As `Mesh.fsdp`, of the processes that hold the same part of each layer: for the decoder blocks."""
+    """As `Mesh.fsdp`, of the processes that hold the same part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,10 @@ class Mesh:
     data_axis: DataAxis
     context_axis: ContextAxis | None = None
     """None if every process computes whole rows."""
-    tensor_axis: TensorAxis | None = None
-    """None if every process computes whole layers."""
+    tensor_axis: WeightAxis | None = None
+    """Divides the layers of decoder blocks. None if every process computes whole layers."""
+    expert_axis: WeightAxis | None = None
+    """Divides experts; with `model.tp` alone, it is `tensor_axis`. None if every process computes all experts."""
     row_axis: ContextAxis | None = None
     """The processes that share rows, along both axes above: each scores some tokens. None if they share none."""
 
@@ -144,13 +146,15 @@ class ParallelDims:
     processes.
 
     The first two axes together are the data axis. Processes along `cp` divide the tokens of a row, and those along
-    `tp`, which are neighbours, the layers.
+    `tp`, which are neighbours, the layers. Experts have axes of their own over the processes of a copy: each `ep`
+    neighbours hold all experts together.
     """
 
     dp_replicate: int
     dp_shard: int
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @classmethod
     def from_config(cls, config: ModelConfig, process: Process) -> ParallelDims:
@@ -158,12 +162,13 @@ class ParallelDims:
 
         Raises:
             TrainerError: the number of processes is not a multiple of `model.dp_replicate` times `model.cp` times
-                `model.tp`.
+                `model.tp`, or of `model.dp_replicate` times `model.ep`.
         """
         if fault := division_fault(config, process.world_size):
             raise TrainerError(fault)
         sharing = config.dp_replicate * config.cp * config.tp
-        return cls(config.dp_replicate, process.world_size // sharing, config.cp, config.tp)
+        shards = process.world_size // sharing
+        return cls(config.dp_replicate, shards, config.cp, config.tp, max(config.ep, config.tp))
 
     def mesh(self, process: Process) -> Mesh:
         """Lay the processes out: one axis for FSDP, or two (replicate, shard) for HSDP. Collective."""
@@ -172,12 +177,16 @@ class ParallelDims:
         fsdp = self._device_mesh(process, {"dp_shard": self.dp_shard * self.cp * self.tp})
         context_axis = _axis(ranks.movedim(2, -1).flatten(0, -2), process.rank)
         row_axis = context_axis if self.tp == 1 else _axis(ranks.flatten(2, 3).flatten(0, 1), process.rank)
-        tensor_axis = None
-        if self.tp > 1:
-            root = self._device_mesh(process, {"dp_shard": self.dp_shard * self.cp, "tp": self.tp})
-            assert fsdp.mesh_dim_names is not None
-            tensor_axis = TensorAxis(root["tp"], root[fsdp.mesh_dim_names])
-        return Mesh(process, fsdp, data_axis, context_axis, tensor_axis, row_axis)
+        tensor_axis = self._weight_axis(process, "tp", self.tp)
+        expert_axis = tensor_axis if self.ep == self.tp else self._weight_axis(process, "ep", self.ep)
+        return Mesh(process, fsdp, data_axis, context_axis, tensor_axis, expert_axis, row_axis)
+
+    def _weight_axis(self, process: Process, name: str, size: int) -> WeightAxis | None:
+        if size == 1:
+            return None
+        root = self._device_mesh(process, {"dp_shard": self.dp_shard * self.cp * self.tp // size, name: size})
+        assert root.mesh_dim_names is not None
+        return WeightAxis(root[name], root[root.mesh_dim_names[:-1]])
 
     def _device_mesh(self, process: Process, axes: dict[str, int]) -> DeviceMesh:
         """A mesh of all processes along `axes`, after an axis for copies of the model if there are several."""
