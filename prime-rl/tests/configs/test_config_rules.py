@@ -30,6 +30,9 @@ def words(options: str) -> list[str]:
     return [f"--{option}" for option in options.split()]
 
 
+IMITATED = "demonstrations.data.name=rows.jsonl"
+
+
 @pytest.mark.parametrize(
     ("config_cls", "options", "fault"),
     [
@@ -121,6 +124,20 @@ def words(options: str) -> list[str]:
         (TrainerConfig, "model.tp=2 model.ac-offloading", "tp (2) with [ac_offloading]"),
         (TrainerConfig, "model.cp=2 distillation.top-k=4", "model.cp (2) divides them"),
         (TrainerConfig, "model.tp=2 distillation.top-k=4", "model.tp (2) divides them"),
+        (TrainerConfig, "demonstrations.weight=1", "data.name is not set: name the rows to imitate"),
+        (TrainerConfig, f"{IMITATED} demonstrations.final-weight=1", "final_weight (1) needs anneal_steps"),
+        (
+            TrainerConfig,
+            f"{IMITATED} demonstrations.weight=2 demonstrations.combine=share",
+            "weights of at most 1 (got 2)",
+        ),
+        (TrainerConfig, f"{IMITATED} demonstrations.weight=0", "weight = 0 trains on no row"),
+        (TrainerConfig, f"{IMITATED} demonstrations.data.seq-len=4096", "is above trainer.model.seq_len (2048)"),
+        (
+            TrainerConfig,
+            f"{IMITATED} model.seq-len=100 demonstrations.data.pack-function=stack",
+            "needs a trainer.demonstrations.data.seq_len in steps of 256 (got 100)",
+        ),
         (TrainerConfig, "critic.gamma=1 loss.sft-coef=1", "loss.sft_coef tells good rollouts by their advantage"),
         (TrainerConfig, "critic.gamma=1 loss.adv-tau=0", "loss.adv_tau = 0 leaves out the advantages of [critic]"),
         (
