@@ -75,6 +75,8 @@ def sft_answer(
     shape = _shape(place(config.model.name), config.model.debug.num_layers)
     judges = () if config.eval is None else frozen_judges(config.eval.judge, config.device)
     frozen = _frozen_shapes(judges, place)
+    if config.distillation is not None:
+        frozen[config.distillation.teacher] = _shape(place(config.distillation.teacher))
 
     def estimate(run: Variant) -> Estimate:
         return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job), frozen)

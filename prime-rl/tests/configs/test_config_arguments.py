@@ -142,7 +142,7 @@ def test_flash_attention_4_is_fa4() -> None:
     ("args", "fault"),
     [
         (["--max-step", "5"], "--max-step: unknown option; did you mean --max-steps?"),
-        (["--trainer.lr", "5"], "--trainer.lr: unknown option; did you mean --optim.lr?"),
+        (["--trainer.lr", "5"], "--trainer.lr: unknown option; did you mean --optim.lr or --critic.optim.lr?"),
         (["--max-steps"], "--max-steps: needs a value"),
         (["--max-steps", "--ckpt"], "--max-steps: needs a value"),
         (["--no-max-async-level"], "--no-max-async-level: unknown option"),

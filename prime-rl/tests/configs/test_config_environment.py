@@ -74,8 +74,8 @@ def test_other_people_s_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -
     ("variable", "line"),
     [
         ("PRIME_RL_MAX_STEP", "trainer has no key max_step; did you mean PRIME_RL_MAX_STEPS?"),
-        ("PRIME_RL_LR", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR?"),
-        ("prime_rl_lr", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR?"),
+        ("PRIME_RL_LR", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR or PRIME_RL_CRITIC__OPTIM__LR?"),
+        ("prime_rl_lr", "trainer has no key lr; did you mean PRIME_RL_OPTIM__LR or PRIME_RL_CRITIC__OPTIM__LR?"),
         ("PRIME_RL_ORCHESTRATOR__BATCH_SIZE", "trainer has no key orchestrator.batch_size"),
         ("PRIME_RL_NOPE", "trainer has no key nope"),
         ("PRIME_RL_TOML_FILES", "trainer has no key toml_files"),

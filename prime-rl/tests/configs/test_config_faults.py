@@ -20,7 +20,7 @@ from prime_rl.utils.pydantic_config.schema import walk_fields
     [
         (TrainerConfig, "max-step = 3", "max-step: unknown key; did you mean max_steps?"),
         (TrainerConfig, "[optim]\nlrr = 1", "optim.lrr: unknown key; did you mean optim.lr?"),
-        (TrainerConfig, "lr = 1", "lr: unknown key; did you mean optim.lr?"),
+        (TrainerConfig, "lr = 1", "lr: unknown key; did you mean optim.lr or critic.optim.lr?"),
         (TrainerConfig, "[trainer.optim]\nlr = 1", "trainer: unknown key; leave out `trainer`"),
         (
             TrainerConfig,

@@ -320,7 +320,7 @@ MISTAKES: list[tuple[type, str, str | None]] = [
     (InferenceConfig, "parallel.tpp", "did you mean parallel.tp?"),
     (EnvServerConfig, "env.idd", "did you mean env.id?"),
     # In the wrong section, where the name says which is the right one.
-    (TrainerConfig, "lr", "did you mean optim.lr?"),
+    (TrainerConfig, "lr", "did you mean optim.lr or critic.optim.lr?"),
     (TrainerConfig, "optim.max_steps", "did you mean max_steps?"),
     (RLConfig, "optim.lr", "did you mean trainer.optim or orchestrator.optim?"),
     (TrainerConfig, "trainer.optim.lr", "leave out `trainer`: this is the config of trainer itself"),
@@ -330,7 +330,7 @@ MISTAKES: list[tuple[type, str, str | None]] = [
     (OrchestratorConfig, "ckpt.async_save", None),
     (OrchestratorConfig, "sampling.min_len", None),
     (TrainerConfig, "name", None),
-    (TrainerConfig, "scheduler.gamma", None),
+    (TrainerConfig, "scheduler.power", None),
     (TrainerConfig, "frobnicate", None),
     (OrchestratorConfig, "eval.sampling.beams", None),
 ]

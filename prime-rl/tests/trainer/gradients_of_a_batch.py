@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
+from prime_rl.configs.distillation import SFTDistillationConfig
+from prime_rl.configs.model import DebugModelConfig
 from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.checkpoints.sharded import read_sharded, save_sharded
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
-from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.build import setup_frozen, setup_model
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.process.errors import leaving_at_once
 from prime_rl.trainer.process.mesh import DataAxis, Mesh, setup_mesh
@@ -33,7 +36,7 @@ from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
-from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+from prime_rl.trainer.sft.step import CrossEntropy, Distilled, Objective, forward_backward, sizes_of
 from prime_rl.transport.loading import full_tensor
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
@@ -57,18 +60,21 @@ def main(model_dir: str, results: Path) -> None:
         model = setup_model(config, mesh)
         for packing in ("packed", "unpacked"):
             found[f"sft {packing} {replicas}"] = sft_gradient(model, sft_rows(packing, mesh), mesh)
+            found[f"distilled {packing} {replicas}"] = distilled_gradient(model, sft_rows(packing, mesh), mesh, config)
             found[f"rl {packing} {replicas}"] = rl_gradient(model, rl_rows(packing, mesh), mesh)
     if process.world_size == 2:
         config = ModelConfig(name=model_dir, attn="sdpa")
         mesh = sharing_mesh(process)
         model = setup_model(config, mesh)
         found["sft shared rows"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
+        found["distilled shared rows"] = distilled_gradient(model, sft_rows("packed", mesh), mesh, config)
         found["rl shared rows"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
         for name, settings in DIVISIONS.items():
             config = ModelConfig(name=model_dir, attn="sdpa", **settings)
             mesh = setup_mesh(config, process)
             model = setup_model(config, mesh)
             found[f"sft {name}"] = sft_gradient(model, sft_rows("packed", mesh), mesh)
+            found[f"distilled {name}"] = distilled_gradient(model, sft_rows("packed", mesh), mesh, config)
             found[f"rl {name}"] = rl_gradient(model, rl_rows("packed", mesh), mesh)
         found["moved"] = [
             moved_checkpoint(results.parent / "to_layers", [{}, {"tp": 2}], model_dir, process),
@@ -134,11 +140,23 @@ def rl_rows(packing: str, mesh: Mesh) -> list[Row]:
     return [Row.from_message(row, mesh.process.device) for row in distributed[mesh.data_axis.data_rank]]
 
 
-def sft_gradient(model: nn.Module, rows: Sequence[PackedRow], mesh: Mesh) -> tuple[float, Tensor]:
-    axis, device = mesh.data_axis, mesh.process.device
-    trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
-    loss = axis.sum([forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"]], device)[0]
+def sft_gradient(
+    model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh, objective: Objective | None = None
+) -> tuple[float, Tensor]:
+    axis, device, objective = mesh.data_axis, mesh.process.device, objective or CrossEntropy()
+    sizes = [int(size) for size in axis.sum(sizes_of(rows, objective), device)]
+    objective.prepare(model, rows, mesh)
+    loss = axis.sum([forward_backward(model, rows, objective, sizes, mesh)["loss"]], device)[0]
     return loss, taken_gradient(model)
+
+
+def distilled_gradient(
+    model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh, config: ModelConfig
+) -> tuple[float, Tensor]:
+    """With a teacher that has other weights."""
+    objective = Distilled(SFTDistillationConfig(teacher="random", top_k=8, sft_coef=0.5))
+    objective.teacher = setup_frozen(config.model_copy(update={"debug": DebugModelConfig(random_init=True)}), mesh)
+    return sft_gradient(model, rows, mesh, objective)
 
 
 def rl_gradient(model: nn.Module, rows: Sequence[Row], mesh: Mesh) -> tuple[float, Tensor]:

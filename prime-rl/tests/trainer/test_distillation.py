@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from prime_rl.configs.distillation import SFTDistillationConfig
+from prime_rl.configs.model import ModelConfig
 from prime_rl.trainer.distillation import TopTokens, divergences, generalized_jsd, top_of_logits
+from prime_rl.trainer.model.build import setup_frozen, setup_model
+from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.batches import pack_batch
 from prime_rl.trainer.rl.rows import Row
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
+from prime_rl.trainer.sft.data.packer import lay_out
+from prime_rl.trainer.sft.step import Distilled, forward_backward, sizes_of
 from prime_rl.transport.messages import TeacherTop, TrainingBatch, TrainingSample
 
 # `GKDTrainer.generalized_jsd_loss` of TRL 1.16 with `reduction = "sum"` on these logits, and three of its gradients.
@@ -78,3 +87,35 @@ def test_likeliest_tokens_stay_with_their_place() -> None:
     assert all(len(row.teacher_top.weights_MN) == row.trained_tokens for row in rows)
     filler = pack_batch(TrainingBatch([sample_with(3)], step=0), seq_len=6, row_tokens=12, data_ranks=2)[1][0]
     assert len(Row.from_message(filler, torch.device("cpu")).teacher_top.ids_MNK) == 0
+
+
+def test_sft_with_a_teacher_minimises_the_divergence_of_trained_tokens(tmp_path: Path, mesh: Mesh) -> None:
+    """The teacher's vocabulary has more rows than the model's: padding."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    for name, vocab_size in (("model", 40), ("teacher", 48)):
+        torch.manual_seed(vocab_size)
+        LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=vocab_size)).save_pretrained(tmp_path / name)
+    config = ModelConfig(name=str(tmp_path / "model"), attn="sdpa", seq_len=24)
+    model = setup_model(config, mesh)
+    ids = np.arange(26, dtype=np.int32) * 7 % 40
+    samples = [TokenizedSample(part, part % 3 > 0) for part in (ids[:10], ids[10:])]
+    row = lay_out(samples, 24, 24)
+    loss_of = SFTDistillationConfig(teacher=str(tmp_path / "teacher"), beta=0.0, top_k=40, weight=2.0, sft_coef=0.5)
+    objective = Distilled(loss_of)
+    objective.teacher = setup_frozen(config, mesh, name=loss_of.teacher)
+    objective.prepare(model, [row], mesh)
+    found = forward_backward(model, [row], objective, sizes_of([row], objective), mesh)
+
+    logprobs = {}
+    for name in ("model", "teacher"):
+        alone = LlamaForCausalLM.from_pretrained(tmp_path / name)
+        parts = [alone(torch.from_numpy(each.token_ids[:-1]).long()[None]).logits[0, :, :40] for each in samples]
+        logprobs[name] = torch.cat(parts).log_softmax(-1)
+    trained = torch.from_numpy(np.concatenate([each.is_trained[1:] for each in samples]))
+    targets = torch.from_numpy(np.concatenate([each.token_ids[1:] for each in samples])).long()
+    own, theirs = logprobs["model"][trained], logprobs["teacher"][trained]
+    divergence = (theirs.exp() * (theirs - own)).sum(-1).mean()
+    cross_entropy = -own.gather(1, targets[trained][:, None]).mean()
+    assert found["teacher_divergence/mean"] == pytest.approx(divergence.item(), rel=1e-5)
+    assert found["sft_loss/mean"] == pytest.approx(cross_entropy.item(), rel=1e-5)
+    assert found["loss"] == pytest.approx(2 * divergence.item() + 0.5 * cross_entropy.item(), rel=1e-5)

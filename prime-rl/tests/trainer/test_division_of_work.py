@@ -29,7 +29,7 @@ def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return found
 
 
-@pytest.mark.parametrize("trainer", ["sft", "rl"])
+@pytest.mark.parametrize("trainer", ["sft", "distilled", "rl"])
 @pytest.mark.parametrize(
     ("processes", "division"),
     [

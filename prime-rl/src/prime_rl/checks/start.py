@@ -171,17 +171,20 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
     yield from data_faults(config.datasets, start)
-    yield from _reference_faults(config, start)
+    yield from _second_model_faults(config, start)
     if config.eval is not None:
         yield from _evaluation_faults(config, start, judges_model=not untrained)
 
 
-def _reference_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
-    """Faults of another model as the reference of preferences."""
+def _second_model_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
+    """Faults of a frozen model beside the trained one: another reference of preferences, or a teacher."""
     from prime_rl.configs.dpo import DPOConfig
 
-    if isinstance(config, DPOConfig) and (name := config.reference.name) is not None:
-        yield from _same_tokenizer_faults("reference.name", name, config.tokenizer.name or config.model.name, start)
+    names = {} if config.distillation is None else {"distillation.teacher": config.distillation.teacher}
+    if isinstance(config, DPOConfig) and config.reference.name is not None:
+        names["reference.name"] = config.reference.name
+    for key, name in names.items():
+        yield from _same_tokenizer_faults(key, name, config.tokenizer.name or config.model.name, start)
 
 
 def _same_tokenizer_faults(key: str, name: str, ours: str, start: StartDir) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Distillation from the likeliest tokens of a teacher: `[trainer.distillation]` of RL."""
+"""Distillation from the likeliest tokens of a teacher: `[trainer.distillation]` of RL, `[distillation]` of SFT."""
 
 from __future__ import annotations
 
@@ -22,3 +22,14 @@ class DistillationConfig(BaseConfig):
 
     top_k: int = Field(64, ge=1, le=MAX_TOP_K)
     """Number of the teacher's likeliest tokens at each place. All others count as one."""
+
+
+class SFTDistillationConfig(DistillationConfig):
+    """Trains on the teacher's distribution at each trained token of the data, in place of the token alone."""
+
+    teacher: str
+    """The teacher: a folder or a hub id, with the same tokenizer. It is a frozen second model in the trainer's
+    processes, sharded as the trained one, in the compute dtype."""
+
+    sft_coef: float = Field(0.0, ge=0)
+    """Weight of the cross-entropy of the data's tokens, beside the divergence."""

@@ -131,6 +131,8 @@ class PreferenceConfig(SFTConfig):
 
     def _preference_faults(self) -> Iterator[str]:
         data = self.data
+        if self.distillation is not None:
+            yield f"[distillation] is for `sft`, and `{self.component}` has a loss of its own: remove it"
         if not isinstance(data, SFTDataConfig):
             yield "preferences need a dataset (data.type = 'sft')"
             return

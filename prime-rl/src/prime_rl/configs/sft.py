@@ -17,6 +17,7 @@ from prime_rl.configs.data import (
     batch_fault,
     stack_fault,
 )
+from prime_rl.configs.distillation import SFTDistillationConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import division_fault, product_of
@@ -198,6 +199,9 @@ class SFTConfig(LaunchedConfig):
 
     data: DataConfig = SFTDataConfig()
     """The dataset."""
+
+    distillation: SFTDistillationConfig | None = None
+    """Learn a teacher's distribution of each trained token. None learns the tokens of the data."""
 
     val: ValConfig | None = None
     """Validation during training. None disables it."""
@@ -402,6 +406,8 @@ class SFTConfig(LaunchedConfig):
             for key in ("min_entropy", "constant_reward_steps"):
                 if getattr(self.early_stop, key) is not None:
                     yield f"early_stop.{key} is a rule for RL: set patience or target"
+        if self.distillation is not None and self.distillation.sft_coef == 0 and self.loss != "cross_entropy":
+            yield f"loss = {self.loss!r} weights the cross-entropy, and distillation.sft_coef = 0 omits it: set one"
         if isinstance(self.model.fused_lm_head_chunk_size, int):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
         deployment = self.deployment

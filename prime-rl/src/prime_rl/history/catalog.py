@@ -45,7 +45,9 @@ _SPEED = (
 )
 
 SFT = (
-    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes, weighted with `loss = \"dft\"` and `\"phi\"`; of `dpo` and `rm`, the loss of a pair or answer"),
+    Metric("loss/mean", "nats/token", "cross-entropy of the step's trained tokens, over all processes, weighted with `loss = \"dft\"` and `\"phi\"`; with `[distillation]`, the sum of its terms; of `dpo` and `rm`, the loss of a pair or answer"),
+    Metric("teacher_divergence/mean", "nats/token", "`sft` with `[distillation]`: divergence from the teacher's distribution, without `weight`"),
+    Metric("sft_loss/mean", "nats/token", "`sft` with `[distillation]` and its `sft_coef`: cross-entropy of the data's tokens"),
     Metric("val/loss", "nats/token", "the same of the validation rows, without weights"),
     Metric("val/perplexity", "", "its exponential; not of `dpo` and `rm`"),
     Metric("{,val/}rewards/{chosen,rejected}", "", "`dpo`: what the loss compares, such as beta * (log-probability - that of the reference); mean over the step's pairs, or over its good and its bad answers"),

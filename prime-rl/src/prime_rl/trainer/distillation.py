@@ -77,6 +77,15 @@ def divergences(hidden_MH: Tensor, logits_of: LogitsOf, top: TopTokens, beta: fl
     return torch.cat([checkpoint(of_chunk, *each, use_reentrant=False) for each in chunks])
 
 
+def likeliest_tokens(hidden_MH: Tensor, logits_of: LogitsOf, k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities [M, k] of the likeliest tokens. Call it inside of `score_tokens`, without gradient.
+
+    At most `MAX_LOGITS` logits are in memory."""
+    chunks = hidden_MH.split(max(1, MAX_LOGITS // vocab_size))
+    ids, logprobs = zip(*(top_of_logits(logits_of(hidden), k) for hidden in chunks), strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
 def top_of_logits(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Ids and log-probabilities [N, k] of the likeliest tokens, as a server answers them."""
     logprobs, ids = logits_NV.float().log_softmax(-1).topk(min(k, logits_NV.shape[-1]), -1)

@@ -294,7 +294,11 @@ def estimate_sft(
         engines += _frozen(frozen_judges(config.eval.judge, config.device), frozen, gpu, device)
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
-    trainer = _trainer([training], room, config.ckpt)
+    teacher = {}
+    if config.distillation is not None:  # frozen, in the compute dtype
+        size = frozen[config.distillation.teacher].parameters
+        teacher = {"teacher": size * training.compute_bytes // training.shards}
+    trainer = _trainer([training], room, config.ckpt, teacher)
     trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config)])
     return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
 

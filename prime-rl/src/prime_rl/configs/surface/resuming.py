@@ -94,7 +94,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("refused", _SPLIT, "sft.val.size", "sft.val.fraction", unless="ckpt.skip_dataloader"),
     _rule("applied", "evaluations before and after may not be comparable", "sft.eval"),
     _rule("none", "", "sft.inference"),
-    _rule("applied", "", "sft.loss", "sft.loss_impl", "sft.num_epochs", "sft.early_stop"),
+    _rule("applied", "", "sft.loss", "sft.loss_impl", "sft.num_epochs", "sft.early_stop", "sft.distillation"),
     _rule("attempt", "says how to start", "sft.clean_output_dir", "sft.dry_run", "sft.file_access", "sft.slurm"),
     _rule("attempt", "says how to start", "sft.allocation_mode", "sft.launcher", "sft.recover"),
     _rule("none", "", "sft.stall", "sft.storage", "sft.trace"),

@@ -269,6 +269,21 @@ _RANDOM_INIT_SEED = 0
 _DROPOUT_SEED = 0
 
 
+def setup_frozen(
+    config: ModelConfig, mesh: Mesh, products: ProductChoice | None = None, *, name: str | None = None
+) -> PreTrainedModel:
+    """Build a model that is never updated, beside the trained one of `config`. Collective.
+
+    It is stored in the compute dtype, without gradients. `name`: another model than the trained one; it has its own
+    weights alone.
+    """
+    dtype = str(compute_dtype(config, mesh.process.device)).removeprefix("torch.")
+    changes: dict[str, Any] = {"optimization_dtype": dtype, "optim_cpu_offload": False}
+    if name is not None:
+        changes |= {"name": name, "adapter": None, "lora": None, "debug": type(config.debug)()}
+    return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
+
+
 def setup_model(
     config: ModelConfig,
     mesh: Mesh,

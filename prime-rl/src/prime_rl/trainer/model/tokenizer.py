@@ -91,3 +91,18 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(each, int):
             return each
     raise ModelError("the tokenizer has neither a padding token nor an end token, and a reward model needs one")
+
+
+def check_tokenizer(key: str, name: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model `name`, the value of `key`, reads the same tokens as the trained `model`. It may have more.
+
+    Raises:
+        ModelError: a token has another id in its tokenizer.
+    """
+    theirs = setup_tokenizer(TokenizerConfig(), model.model_copy(update={"name": name})).get_vocab()
+    wrong = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
+    if wrong is not None:
+        raise ModelError(
+            f"{key} = {name}: its tokenizer has another id for {wrong!r} than that of {model.name}: both must read the "
+            "same tokens"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from prime_rl.trainer.rl.rows import Sequences
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.data.pairs import Labelled
 from prime_rl.trainer.sft.data.samples import Sample
-from prime_rl.trainer.sft.step import Objective, RowSums
+from prime_rl.trainer.sft.step import Objective, RowSums, trained_of
 from prime_rl.trainer.sft.validation import evaluating, packed
 from prime_rl.transport.weights import to_device
 
@@ -128,10 +127,7 @@ def sequence_logprobs(model: PreTrainedModel, row: PackedRow, device: torch.devi
     """For each of a row's sequences: the sum of the trained tokens' log-probabilities, and their number. [S]"""
     lengths = [sequence.targets for sample in row.members for sequence in sample.sequences]
     sequences = Sequences.of_lengths(lengths, device)
-    trained, targets, input_ids_T = (
-        to_device(torch.from_numpy(values), device)
-        for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
-    )
+    trained, targets, input_ids_T = trained_of(row, device)
 
     def score(hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor) -> Tensor:
         return target_logprobs(model, hidden_MH, targets_M, logits_of)

@@ -23,11 +23,10 @@ from prime_rl.checks.adapters import adapter_folder
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache
 from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.model import ModelConfig
-from prime_rl.configs.trainer import TokenizerConfig
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.model.build import setup_frozen
+from prime_rl.trainer.model.tokenizer import check_tokenizer
 from prime_rl.trainer.preferences.objective import Preferences, Unpaired, scored
 from prime_rl.trainer.process.errors import CheckpointError, ModelError
 from prime_rl.trainer.process.mesh import Mesh
@@ -124,10 +123,9 @@ class Reference:
         name, model = self.config.reference.name, self.config.model
         if name is None or all(objective.reference is not None for objective, _ in self.compared):
             return
-        _check_tokenizer(self.config, name, self.tokenizer)
+        check_tokenizer("reference.name", name, model, self.tokenizer)
         own_beats().say("loading the reference")
-        other = model.model_copy(update={"name": name, "adapter": None, "lora": None})
-        self.compute_rest(setup_model(other, self.mesh))
+        self.compute_rest(setup_frozen(model, self.mesh, name=name))
         gc.collect()  # a sharded model refers to itself
 
     def compute_rest(self, model: PreTrainedModel) -> None:
@@ -265,18 +263,6 @@ def _digests_of_adapters(model: ModelConfig) -> list[str]:
             except StartFault as fault:
                 raise ModelError(f"{key} = {path}: {fault}") from fault
     return found
-
-
-def _check_tokenizer(config: DPOConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ModelError if a token has another id in the reference's tokenizer. It may have more tokens."""
-    other = setup_tokenizer(TokenizerConfig(), config.model.model_copy(update={"name": name}))
-    theirs = other.get_vocab()
-    wrong = next((token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number), None)
-    if wrong is not None:
-        raise ModelError(
-            f"reference.name = {name}: its tokenizer has another id for {wrong!r} than that of {config.model.name}: "
-            "the reference must read the same tokens"
-        )
 
 
 __all__ = ["Parts", "Reference", "reference_logprobs"]

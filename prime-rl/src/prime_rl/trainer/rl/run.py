@@ -34,7 +34,14 @@ from prime_rl.trainer.checkpoints.state import (
 from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.build import check_routers, compute_dtype, export_dtype, is_classifier, setup_model
+from prime_rl.trainer.model.build import (
+    check_routers,
+    compute_dtype,
+    export_dtype,
+    is_classifier,
+    setup_frozen,
+    setup_model,
+)
 from prime_rl.trainer.model.tokenizer import padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -521,16 +528,12 @@ def setup_reference(
         get_logger().info("Reference model: the trained one without its adapters")
         return Reference(model, is_trained=True)
     get_logger().info(f"Reference model: a frozen copy of {config.model.name}")
-    dtype = compute_dtype(config.model, mesh.process.device)
     reset_every = None if config.reference is None else config.reference.reset_every
     # New adapters change nothing, but a reset copies them with the other weights.
     lora = config.model.lora
     if lora is not None and lora.path is None and reset_every is None:
         lora = None
-    frozen = config.model.model_copy(
-        update={"optimization_dtype": str(dtype).removeprefix("torch."), "lora": lora, "optim_cpu_offload": False}
-    )
-    copied = setup_model(frozen, mesh, products=products).requires_grad_(False)
+    copied = setup_frozen(config.model.model_copy(update={"lora": lora}), mesh, products)
     return Reference(copied, is_trained=False, reset_every=reset_every)
 
 

@@ -24,8 +24,8 @@ from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQu
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_model
-from prime_rl.trainer.model.tokenizer import embeddings_needed, padding_id, setup_tokenizer
+from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
+from prime_rl.trainer.model.tokenizer import check_tokenizer, embeddings_needed, padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
@@ -43,7 +43,7 @@ from prime_rl.trainer.sft.epochs import as_written, with_steps
 from prime_rl.trainer.sft.loop import Components, SFTTrainer
 from prime_rl.trainer.sft.reporting import StepReporter, Summary
 from prime_rl.trainer.sft.resume import identify_data, leave_receipt, restore_position
-from prime_rl.trainer.sft.step import CrossEntropy, Objective
+from prime_rl.trainer.sft.step import CrossEntropy, Distilled, Objective
 from prime_rl.trainer.sft.validation import Validation
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.errors import RunDirError
@@ -159,6 +159,12 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     needed = embeddings_needed(tokenizer)
     embeddings = needed if config.tokenizer.add_tokens else 0
     is_scored = isinstance(objective, Ranking)
+    if isinstance(objective, Distilled):
+        teacher = objective.config.teacher
+        check_tokenizer("distillation.teacher", teacher, config.model, tokenizer)
+        if process.is_main:
+            get_logger().info(f"Teacher: {teacher}, frozen, beside the trained model")
+        objective.teacher = setup_frozen(config.model, mesh, products, name=teacher)
     model = setup_model(
         config.model, mesh, has_dropout=True, products=products, is_scored=is_scored, embeddings=embeddings
     )
@@ -210,6 +216,8 @@ def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = F
     if isinstance(config, RewardModelConfig):
         return Ranking(config.loss)
     if not isinstance(config, DPOConfig):
+        if config.distillation is not None and not is_validation:
+            return Distilled(config.distillation, config.loss)
         # Validation stays comparable with runs of the other losses.
         return CrossEntropy("cross_entropy" if is_validation else config.loss)
     assert isinstance(data, SFTDataConfig), "checked by the config"

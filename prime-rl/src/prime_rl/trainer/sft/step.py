@@ -6,17 +6,20 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.data import TokenLoss
+from prime_rl.configs.distillation import SFTDistillationConfig
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
+from prime_rl.trainer.distillation import TopTokens, divergences, likeliest_tokens
 from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients
@@ -79,6 +82,66 @@ class CrossEntropy(Objective):
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         return RowSums((row_loss_sum(model, row, device, self.kind),))
+
+
+class Distilled(Objective):
+    """SFT with a teacher: the mean divergence of the trained tokens from its distribution, perhaps beside their mean
+    cross-entropy."""
+
+    def __init__(self, config: SFTDistillationConfig, kind: TokenLoss = "cross_entropy") -> None:
+        self.config = config
+        self.teacher: PreTrainedModel | None = None
+        """A frozen, sharded model. Set before the first step."""
+        self.kind = kind
+        self._tops: dict[int, tuple[Tensor, Tensor]] = {}
+        """Ids and log-probabilities [M, k] of the teacher's likeliest tokens at the trained tokens of each row."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        return (self.config.weight, self.config.sft_coef) if self.config.sft_coef else (self.config.weight,)
+
+    def sizes(self, row: PackedRow) -> Sequence[int]:
+        return (int(row.is_trained.sum()),) * len(self.weights)
+
+    def prepare(self, model: PreTrainedModel, rows: Sequence[PackedRow], mesh: Mesh) -> None:
+        assert self.teacher is not None, "loaded before the first step"
+        ours, theirs = (each.config.get_text_config().vocab_size for each in (model, self.teacher))
+
+        def score(hidden_MH: Tensor, logits_of: LogitsOf) -> tuple[Tensor, Tensor]:
+            # Rows of embeddings beyond the model's own are padding: no token has them.
+            return likeliest_tokens(hidden_MH, lambda hidden: logits_of(hidden)[:, :ours], self.config.top_k, theirs)
+
+        self._tops.clear()
+        with torch.no_grad():
+            for row in rows:
+                own_beats().tick()
+                trained, _, input_ids_T = trained_of(row, mesh.process.device)
+                positions_1T = torch.from_numpy(row.position_ids)[None]
+                self._tops[id(row)] = score_tokens(self.teacher, input_ids_T[None], positions_1T, score, trained)
+        # Without a backward pass its weights would stay gathered.
+        cast("FSDPModule", self.teacher).reshard()
+
+    def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
+        trained, targets, input_ids_T = trained_of(row, device)
+        vocab_size = model.config.get_text_config().vocab_size
+
+        def score(
+            hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor, ids_MK: Tensor, logprobs_MK: Tensor
+        ) -> tuple[Tensor, ...]:
+            weights = torch.ones(len(targets_M), 1, device=device)
+            top = TopTokens(ids_MK[:, None], logprobs_MK[:, None], weights)
+            divergence = divergences(hidden_MH, logits_of, top, self.config.beta, vocab_size).sum()
+            if not self.config.sft_coef:
+                return (divergence,)
+            return divergence, cross_entropy_sum(hidden_MH, targets_M, logits_of, vocab_size, kind=self.kind)
+
+        positions_1T = torch.from_numpy(row.position_ids)[None]
+        losses: tuple[Tensor, ...] = score_tokens(
+            model, input_ids_T[None], positions_1T, score, trained, [targets, *self._tops[id(row)]]
+        )
+        names = ("teacher_divergence/mean", "sft_loss/mean")
+        metrics = {name: loss.detach() for name, loss in zip(names, losses, strict=False)}
+        return RowSums(losses, metrics)
 
 
 def train_step(
@@ -169,13 +232,19 @@ def row_loss_sum(
     model: PreTrainedModel, row: PackedRow, device: torch.device, kind: TokenLoss = "cross_entropy"
 ) -> Tensor:
     """Sum of the cross-entropy over a row's trained tokens, each perhaps weighted by its probability."""
-    trained, targets, input_ids_T = (
-        to_device(torch.from_numpy(values), device)
-        for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
-    )
+    trained, targets, input_ids_T = trained_of(row, device)
 
     def score(hidden_MH: Tensor, logits_of: LogitsOf, targets_M: Tensor) -> Tensor:
         vocab_size = model.config.get_text_config().vocab_size
         return cross_entropy_sum(hidden_MH, targets_M, logits_of, vocab_size, kind=kind)
 
     return score_tokens(model, input_ids_T[None], torch.from_numpy(row.position_ids)[None], score, trained, [targets])
+
+
+def trained_of(row: PackedRow, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a row: the places of its trained tokens [M], what they predict [M], and all its tokens [T]."""
+    trained, targets, input_ids = (
+        to_device(torch.from_numpy(values), device)
+        for values in (np.flatnonzero(row.is_trained), row.target_ids[row.is_trained], row.input_ids)
+    )
+    return trained, targets, input_ids

@@ -113,7 +113,11 @@ def nearest_keys(root: Section, path: KeyPath) -> list[tuple[str, ...]]:
     elsewhere = dict.fromkeys(
         key for key, _, _ in walk_fields(root) if key[-len(tail) :] == tail and key != ("toml_files",)
     )
-    return list(elsewhere) if len(elsewhere) <= MOST_PLACES else []
+    # `lr` is more likely that of `optim` than that of `critic.optim`.
+    found = sorted(elsewhere, key=len)
+    if len(found) > MOST_PLACES:
+        found = [key for key in found if len(key) == len(found[0])]
+    return found if len(found) <= MOST_PLACES else []
 
 
 def is_misspelling(wrong: str, name: str) -> bool:
