@@ -1,13 +1,13 @@
 """Measures DPO against TRL's DPOTrainer on the same pairs: tokens per second and peak memory, on a CPU.
 
-    pip install trl==1.16.0                             # into an environment of its own
-    python benchmarks/preferences/against_trl.py --trl-python VENV/bin/python --model DIR [--pairs 32] [--out DIR]
+    python benchmarks/preferences/against_trl.py --model DIR [--pairs 32] [--out DIR] [--trl-venv DIR]
 
-`benchmarks/smollm2.py DIR` makes the model. Each side trains one epoch of the same made-up conversations in its own
-process: float32 weights, bfloat16 compute, AdamW, no recomputed activations, 4 pairs in a forward pass and 8 in a step
-(ours packs as many tokens). A pair counts the tokens of both answers with their prompt, on both sides. Rates are of all
-steps but the first, which warms up; `per CPU second` divides by processor time, for a machine that others use too.
-TRL computes its reference in every step; ours, before the first: its time is added, per pair.
+`benchmarks/smollm2.py DIR` makes the model; an environment for TRL is made if it is missing. Each side trains one
+epoch of the same made-up conversations in its own process: float32 weights, bfloat16 compute, AdamW, no recomputed
+activations, 4 pairs in a forward pass and 8 in a step (ours packs as many tokens). A pair counts the tokens of both
+answers with their prompt, on both sides. Rates are of all steps but the first, which warms up; `per CPU second`
+divides by processor time, for a machine that others use too. TRL computes its reference in every step; ours, before
+the first: its time is added, per pair.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SEQ_LEN, PAIRS_OF_STEP, PAIRS_AT_ONCE, THREADS = 512, 8, 4, 2
 PROMPT_WORDS, ANSWER_WORDS = (120, 220), (30, 110)
@@ -143,7 +145,7 @@ def _cpu_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trl-python", type=Path)
+    parser.add_argument("--trl-venv", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/preferences"))
@@ -158,10 +160,13 @@ def main() -> None:
         found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         (options.out / f"{options.side}.json").write_text(json.dumps(found))
         return
+    from trl_venv import DEFAULT_DIRECTORY, trl_python
+
     write_pairs(data, options.pairs)
     shared = ["--model", str(options.model), "--pairs", str(options.pairs), "--out", str(options.out)]
     rates = {}
-    for side, python in (("ours", sys.executable), ("trl", str(options.trl_python))):
+    theirs = trl_python(options.trl_venv or DEFAULT_DIRECTORY).absolute()
+    for side, python in (("ours", sys.executable), ("trl", str(theirs))):
         subprocess.run([python, __file__, "--side", side, *shared], check=True, stdout=subprocess.DEVNULL)
         found = json.loads((options.out / f"{side}.json").read_text())
         # The same tokens on both sides, whatever each counts.
