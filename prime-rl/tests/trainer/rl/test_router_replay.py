@@ -102,6 +102,7 @@ def completions(folder: Path, prompts: Sequence[Sequence[int]], dtype: str = "fl
         futures = [engine.submit(GenerationRequest(tuple(prompt), params, seed=3, n=n)) for prompt in prompts]
         engine.resume().result()
         found = [each for future in futures for each in future.result().completions]
+        ask([9] * 25, 8)  # takes over the slot rows
         return [*found, *ask([*prompts[0], *found[0].token_ids, 5, 6, 7], 1)]
 
 
@@ -240,10 +241,13 @@ def test_what_cannot_be_replayed_is_one_line(folder_of, mesh: Mesh, tmp_path: Pa
 
 
 def test_rl_makes_the_engine_return_what_the_trainer_replays(folder_of) -> None:
-    run = RLConfig.model_validate({"trainer": {"enable_router_replay": True}, "orchestrator": {"env": [{"id": "x"}]}})
-    assert run.inference is not None
-    assert run.inference.enable_return_routed_experts
-    assert run.inference.to_vllm().enable_return_routed_experts
+    for given in (True, "true"):  # from a file, and from the command line
+        run = RLConfig.model_validate(
+            {"trainer": {"enable_router_replay": given}, "orchestrator": {"env": [{"id": "x"}]}}
+        )
+        assert run.inference is not None
+        assert run.inference.enable_return_routed_experts
+        assert run.inference.to_vllm().enable_return_routed_experts
     models = {folder: {"model": {"name": str(folder_of(folder))}} for folder in ("dense", "qwen3_moe")}
     faults = {
         name: [fault for fault in start_faults(RLConfig.model_validate(run_of(model))) if "replay" in fault]

@@ -20,7 +20,7 @@ from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
 from prime_rl.configs.rollouts.sampling import SamplingConfig
 from prime_rl.configs.shared import BaseModelConfig
-from prime_rl.configs.trainer import LoRAConfig, ModelConfig
+from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from prime_rl.utils.pydantic_config import ConfigWarning, explicit_values
 from prime_rl.utils.pydantic_config.base import Derivation, note_derivation
 from prime_rl.utils.pydantic_config.layers import set_at, value_at
@@ -349,7 +349,9 @@ def _share_sleep(run: RunTables) -> None:
 
 
 def _share_routes(run: RunTables) -> None:
-    if run.get("trainer.enable_router_replay") is True and run.inference is not None:
+    given = {"enable_router_replay": run.get("trainer.enable_router_replay", False)}
+    trainer = peek(TrainerConfig, given)
+    if run.inference is not None and trainer is not None and trainer.enable_router_replay:
         run.override("inference.enable_return_routed_experts", True, "trainer.enable_router_replay")
 
 

@@ -294,7 +294,8 @@ class ModelRunner:
         """The experts [length, layers, k] of the first tokens in a slot row, uint8 or uint16; None if none are kept."""
         if self.slots.routes is None or self.routers is None:
             return None
-        stored = self.slots.routes[row, 0, :length].cpu().numpy()
+        # A copy: the row belongs to another sequence soon, and threads that answer read this later.
+        stored = self.slots.routes[row, 0, :length].cpu().numpy().copy()
         return stored.view(np.uint16 if stored.dtype == np.int16 else np.uint8).reshape(length, -1, self.routers.top_k)
 
     def _common_start(self, origins: SequenceOf[Origin | None]) -> CommonStart | None:
