@@ -49,6 +49,8 @@ def test_a_model_without_experts_that_take_tokens_one_by_one_is_refused(config: 
     divided = replace(mesh, expert_axis=WeightAxis(mesh.fsdp, mesh.fsdp))
     with pytest.raises(ModelError, match=r"model\.ep: Llama\w*ForCausalLM has no experts that can be divided"):
         divide_experts(without_values(config), divided, needs_experts=True)
+    fault = "model.ep = 2 divides experts, and LlamaForCausalLM has none"
+    assert ModelDescription(LLAMA).division_fault(ModelConfig(ep=2)) == fault
 
 
 @pytest.mark.parametrize(

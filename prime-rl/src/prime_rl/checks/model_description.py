@@ -199,6 +199,8 @@ class ModelDescription:
         sharing, text = product_of(model, "cp", "tp")
         if isinstance(heads, int) and heads % sharing:
             return f"{text} does not divide the {heads} attention heads of {self.class_name}"
+        if model.ep > 1 and not any("expert" in key or "moe" in key for key in (*self.config, *self.language_part)):
+            return f"model.ep = {model.ep} divides experts, and {self.class_name} has none"
         experts = next((count for key in EXPERT_COUNTS if isinstance(count := self.setting(key), int)), None)
         dividing, text = max(product_of(model, "ep"), product_of(model, "tp"))
         if experts is not None and experts > 1 and experts % dividing:
