@@ -107,6 +107,8 @@ RL_CURVES = (
         "batch/effective_batch_size", ORCHESTRATOR, "Groups that are neither all solved nor all failed", "%", scale=100
     ),
     Curve("batch/lag/mean", ORCHESTRATOR, "Lag of the rollouts", "steps"),
+    Curve("critic/explained_variance", TRAIN, "Variance of the returns that the critic explains", "%", scale=100),
+    Curve("critic/loss/mean", TRAIN, "Loss of the critic", "per token"),
     RATE,
     GRADIENT,
 )

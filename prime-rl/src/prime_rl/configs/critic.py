@@ -83,8 +83,6 @@ def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]
         yield "loss.sft_coef tells good rollouts by their advantage, and those of [critic] are of tokens: set it to 0"
     if loss.type == "default" and loss.adv_tau == 0:
         yield "loss.adv_tau = 0 leaves out the advantages of [critic]: set it above 0, or remove [critic]"
-    if trainer.model.tp > 1:
-        yield f"[critic] with model.tp ({trainer.model.tp}): a divided critic is not supported; set model.tp to 1"
     yield from (f"[critic]: {fault}" for fault in schedule_faults(critic.scheduler, trainer.max_steps))
 
 

@@ -222,6 +222,7 @@ LEARNING: dict[Kind, tuple[Shown, ...]] = {
         Shown("loss", _TRAINER, LOSS, "{:.4f}"),
         Shown("entropy", _TRAINER, "entropy/mean"),
         Shown("mismatch KL", _TRAINER, "mismatch_kl/mean", "{:.5f}"),
+        Shown("explained by the critic", _TRAINER, "critic/explained_variance", "{:.1%}"),
         Shown("gradient norm", _TRAINER, "optim/grad_norm"),
         Shown("completion tokens", _ORCHESTRATOR, "decode_len/mean", "{:.1f}"),
         Shown("truncated", _ORCHESTRATOR, "is_truncated/mean", "{:.1%}"),

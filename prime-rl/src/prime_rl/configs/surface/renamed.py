@@ -368,6 +368,12 @@ _KL = "a penalty on the KL divergence from the starting model"
 
 _OF_RL: tuple[tuple[str, str, str], ...] = (
     *((old, "trainer.loss.kl_coef", _KL) for old in _KL_NAMES),
+    ("critic", "trainer.critic", "with algorithm = 'ppo'"),
+    ("value_model", "trainer.critic.name", "with algorithm = 'ppo'"),
+    ("lam", "trainer.critic.gae_lambda", ""),
+    ("discount", "trainer.critic.gamma", ""),
+    ("cliprange_value", "trainer.critic.value_clip", ""),
+    ("critic_warmup", "trainer.critic.warmup_steps", ""),
     ("metric_for_best_model", "orchestrator.eval.metric", ""),
     ("seed", "orchestrator.seed", ""),
     ("max_seq_length", "seq_len", ""),
