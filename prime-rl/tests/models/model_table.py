@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,11 @@ def outcome_of(case: Case, mesh: Mesh) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         reference = save_tiny_model(case, directory)
+        # One for both columns, unless it is refused, which both say.
+        built = cache(lambda: setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh))
         return Outcome(
-            trainer=_outcome(lambda: _compare_trainer(case, directory, reference, mesh)),
-            flex=_outcome(lambda: _compare_flex(case, directory, reference, mesh)),
+            trainer=_outcome(lambda: _compare_trainer(case, built(), reference)),
+            flex=_outcome(lambda: _compare_flex(case, built(), reference)),
             engine=_outcome(lambda: _compare_engine(case, directory, reference)),
             # Last, because PEFT changes the reference.
             **(_export_outcomes(case, directory, reference, mesh) if case.has_other_weights else _AS_FAMILY),
@@ -211,8 +213,8 @@ def _packed_row(case: Case) -> Row:
     return Row.from_message(message, torch.device("cpu"))
 
 
-def _compare_trainer(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> None:
-    model, row = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh), _packed_row(case)
+def _compare_trainer(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    row = _packed_row(case)
     logprobs, _ = score_row(model, row, row.layout.trained_M, vocab_chunk=512)
     expected = _expected(case, reference, row)
     _check_logprobs(logprobs[row.loss_mask], expected[row.loss_mask])
@@ -230,8 +232,8 @@ def _compare_trainer(case: Case, directory: Path, reference: PreTrainedModel, me
 
 
 @torch.no_grad()
-def _compare_flex(case: Case, directory: Path, reference: PreTrainedModel, mesh: Mesh) -> None:
-    model, row = setup_model(ModelConfig(name=str(directory), seq_len=case.seq_len), mesh), _packed_row(case)
+def _compare_flex(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    row = _packed_row(case)
     if not model._supports_flex_attn:
         raise NotCompared("not used")
     model.config._attn_implementation = FLEX
