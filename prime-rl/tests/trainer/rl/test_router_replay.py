@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.replies import ChatMessage, ChatReply, Choice, Logprobs, TokenLogprob
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, to_samples
 from prime_rl.orchestrator.rollouts.trace import TokenTrace, routed_experts_of
+from prime_rl.orchestrator.workers.remote import packed, unpacked
 from prime_rl.trainer.model.build import check_routers, setup_model
 from prime_rl.trainer.process.errors import ModelError, TrainerError
 from prime_rl.trainer.process.mesh import Mesh
@@ -127,6 +129,9 @@ def samples_of(prompts: Sequence[Sequence[int]], found: Sequence[Completion]) ->
         trace = TokenTrace()
         for call in calls:
             trace.record(call)
+        # As an environment in another process sends them.
+        sent = msgspec.json.decode(msgspec.json.encode(packed([("x", call) for call in trace.calls])))
+        trace = TokenTrace([call for _, call in unpacked(sent)])
         samples += to_samples(Rollout(ExampleRef("e", 0), 1.0, trace, 1.0, 0, advantage=1.0))
     return samples
 

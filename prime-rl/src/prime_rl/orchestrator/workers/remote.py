@@ -32,6 +32,7 @@ from prime_rl.orchestrator.workers.port import PortClient
 from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec, pool_of
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
+from prime_rl.transport.messages import RoutedExperts
 
 
 class Connection(Protocol):
@@ -180,6 +181,7 @@ def packed(recorded: Recorded) -> list[dict[str, Any]]:
             "completion": call.completion_ids,
             "logprobs": call.inference_logprobs,
             "details": call.details.to_builtins(),
+            "routed_experts": msgspec.to_builtins(call.routed_experts),
         }
         for name, call in recorded
     ]
@@ -192,6 +194,7 @@ class _Call(msgspec.Struct):
     logprobs: list[float]
     details: CallDetails
     earlier: int | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
@@ -203,7 +206,8 @@ def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
         if each.earlier is not None:
             earlier = trace.calls[each.earlier]
             prompt = Prompt(each.prompt, None, earlier, earlier.total_tokens)
-        call = ModelCall(prompt, each.completion, each.logprobs, [True] * len(each.completion), each.details)
+        mask = [True] * len(each.completion)
+        call = ModelCall(prompt, each.completion, each.logprobs, mask, each.details, each.routed_experts)
         trace.calls.append(call)
         recorded.append((each.id, call))
     return recorded
