@@ -122,7 +122,7 @@ def test_every_config_in_a_page_loads(page: Path, block: str, tmp_path: Path) ->
     config_cls: type[SFTConfig | OfflineEvalConfig | RLConfig] = RLConfig
     if "reference" in written or isinstance(written.get("loss"), dict):
         config_cls = RewardModelConfig if "center_rewards_coefficient" in written.get("loss", {}) else DPOConfig
-    elif written.keys() & {"data", "val", "eval"}:
+    elif written.keys() & {"data", "val", "eval", "distillation"}:
         config_cls = SFTConfig
     elif written.keys() & {"env", "num_examples"}:
         config_cls = OfflineEvalConfig

@@ -84,6 +84,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "monitor.mlflow": "a tracking server",
     'id = "blocker"': "an environment that the page only imagines",
     "is_policy": "its hint names a column of one environment's rows; test_teachers.py fills it",
+    'teacher = "Qwen/Qwen3-4B"': "a model of the hub; test_division_of_work.py has a teacher",
     "[reference]": "a model of the hub; prime-rl/tests/trainer/preferences has another reference",
     "model:./reward_model": "a reward model; examples/safe_advice trains with one",
     "my_rl:clipped": "tests/test_own_loss_page.py trains with it",

@@ -116,6 +116,9 @@ CASES = {
     "validation data that is not there": Case(
         "sft", "--val.data.name {dir}/no.jsonl", "val.data.name = {dir}/no.jsonl: no such file"
     ),
+    "teacher that is not there": Case(
+        "sft", "--distillation.teacher {dir}/model", "distillation.teacher = {dir}/model: no such directory"
+    ),
     "model folder that is not there": Case("sft", "--model.name {dir}/model", "model: no such directory"),
     "model folder of nothing": Case(
         "rl", "--model.name {dir}/model", "model: the folder has no config.json", {"model/tokenizer.json": "{}"}

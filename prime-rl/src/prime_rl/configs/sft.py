@@ -406,7 +406,7 @@ class SFTConfig(LaunchedConfig):
             for key in ("min_entropy", "constant_reward_steps"):
                 if getattr(self.early_stop, key) is not None:
                     yield f"early_stop.{key} is a rule for RL: set patience or target"
-        if self.distillation is not None and self.distillation.sft_coef == 0 and self.loss != "cross_entropy":
+        if self.distillation is not None and self.distillation.sft_coef == 0 and self.loss in ("dft", "phi"):
             yield f"loss = {self.loss!r} weights the cross-entropy, and distillation.sft_coef = 0 omits it: set one"
         if isinstance(self.model.fused_lm_head_chunk_size, int):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"

@@ -400,6 +400,7 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
         (["--data.overlong=split"], "data.overlong = 'split' divides an answer"),
         (["--data.streaming"], "needs the reference's log-probabilities"),
         (["--loss.type=simpo", "--reference.name=x"], "'simpo' has no reference"),
+        (["--distillation.teacher=x"], "[distillation] is for `sft`, and `dpo` has a loss of its own"),
     ],
     ids=lambda each: str(each)[:30],
 )

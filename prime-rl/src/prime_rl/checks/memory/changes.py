@@ -218,6 +218,7 @@ LABELS = {
     "buffers": "gathered and reduced",
     "reference": "reference model",
     "critic": "critic",
+    "teacher": "teacher",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
     "copy": "copy for a checkpoint",
