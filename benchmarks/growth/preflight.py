@@ -32,7 +32,7 @@ def begin(kind: str, size: int, folder: Path) -> Action:
     config = SFTConfig(model={"name": "x"}, data={"name": str(folder / f"rows.{kind}"), "seq_len": 128}, max_steps=1)
 
     def work() -> None:
-        assert not list(data_faults(config, StartDir()))
+        assert not list(data_faults(config.datasets, StartDir()))
         entries = setup_entries(config.data)
         for position in range(min(FIRST_ROWS, size)):
             entries.at(position).read()

@@ -1,4 +1,4 @@
-"""A mypy plugin that records where attributes of config classes, and of protocols that stand for them, are read."""
+"""A mypy plugin that records where attributes of config classes, or of protocols for them, are read or called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mypy.plugin import AttributeContext, Plugin
+from mypy.plugin import AttributeContext, MethodContext, Plugin
 from mypy.types import Instance, Type, TypeVarType, UnionType, get_proper_type
 
 CONFIGS = "prime_rl.configs."
@@ -19,18 +19,31 @@ class NoteReads(Plugin):
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
         if not fullname.startswith(PACKAGES):
             return None
-        definer, _, attribute = fullname.rpartition(".")
 
         def note(context: AttributeContext) -> Type:
-            place = f"{Path(context.api.path).resolve()} {context.context.line}"
-            owners = {name for name in _classes(context.type) if definer in name[1]}
-            if not owners:
-                return context.default_attr_type
-            with Path(os.environ["KEY_READS"]).open("a", encoding="utf-8") as lines:
-                lines.writelines(f"{owner} {attribute} {place}\n" for owner, _ in owners)
+            _note_read(fullname, context)
             return context.default_attr_type
 
         return note
+
+    def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
+        if not fullname.startswith(PACKAGES):
+            return None
+
+        def note(context: MethodContext) -> Type:
+            _note_read(fullname, context)
+            return context.default_return_type
+
+        return note
+
+
+def _note_read(fullname: str, context: AttributeContext | MethodContext) -> None:
+    definer, _, attribute = fullname.rpartition(".")
+    place = f"{Path(context.api.path).resolve()} {context.context.line}"
+    owners = {name for name in _classes(context.type) if definer in name[1]}
+    if owners:
+        with Path(os.environ["KEY_READS"]).open("a", encoding="utf-8") as lines:
+            lines.writelines(f"{owner} {attribute} {place}\n" for owner, _ in owners)
 
 
 def _classes(annotation: Type) -> Iterator[tuple[str, frozenset[str]]]:

@@ -194,6 +194,6 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     advice = "install it with `uv sync --inexact --extra excel`"
     config = SFTConfig(data={"name": str(tmp_path / "rows.xlsx"), "seq_len": 8})
     assert len(find_parts(config.data)) == 1
-    assert [advice in fault for fault in data_faults(config, StartDir())] == [True]
+    assert [advice in fault for fault in data_faults(config.datasets, StartDir())] == [True]
     with pytest.raises(DataError, match=advice):
         load_rows(config.data)
