@@ -129,7 +129,7 @@ class Block:
     @property
     def kind(self) -> type[SFTConfig | OfflineEvalConfig | RLConfig]:
         """Blocks of RL are pieces of its sections, or keys that all runs share."""
-        if self.table.keys() & {"data", "eval", "reference"}:
+        if self.table.keys() & {"data", "distillation", "eval", "reference"}:
             return root_of_training(self.table)
         return OfflineEvalConfig if self.table.keys() & {"env", "num_examples"} else RLConfig
 
