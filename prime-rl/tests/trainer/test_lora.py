@@ -40,7 +40,7 @@ from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import export_model, gather_weights, save_adapter
 from prime_rl.trainer.kernels.heads import ChunkSizes, linear_cross_entropy_sum
 from prime_rl.trainer.model.build import setup_model
-from prime_rl.trainer.model.lora import LowRank, gather_adapter, peft_config
+from prime_rl.trainer.model.lora import LowRank, Merge, gather_adapter, peft_config
 from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
@@ -240,6 +240,17 @@ def test_an_adapter_of_experts_continues_and_merges(moe_model_dir: Path, mesh: M
     merged = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa", adapter=str(tmp_path / "own")), mesh)
     for name, weight in gather_weights(trained, torch.float32).items():
         torch.testing.assert_close(gather_weights(merged, torch.float32)[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_merges_into_the_rows_of_experts_that_a_process_holds() -> None:
+    places = [(slice(expert, expert + 1), slice(start, start + 4)) for expert in range(3) for start in (0, 4)]
+    updates = [(place, torch.randn(2, 6), torch.randn(4, 2)) for place in places]
+    merge, weight = Merge(Path(), 0.5, {"experts": updates}, {}), torch.randn(3, 8, 6)
+    whole = merge.change("experts", weight.clone(), (slice(0, 3), slice(0, 8), slice(0, 6)))
+    assert not torch.isclose(whole, weight).any(-1).any()
+    for rows in (slice(0, 3), slice(3, 8)):
+        held = (slice(1, 3), rows, slice(0, 6))
+        assert torch.equal(merge.change("experts", weight[held].clone(), held), whole[held])
 
 
 def test_an_adapter_that_does_not_fit_is_one_line(

@@ -398,9 +398,13 @@ class Merge:
             delta = b.float() @ a.float() * self.scale
             if len(index) == 2:
                 values = (values.float() + delta[index]).to(values.dtype)
-            elif index[0].start <= at[0].start < index[0].stop:
-                part = values[at[0].start - index[0].start, at[1]]
-                part.copy_(part.float() + delta)
+                continue
+            (expert, rows), (own_experts, own_rows, columns) = at, index
+            # FSDP divides the rows of experts where there are fewer experts than processes.
+            start, stop = max(rows.start, own_rows.start), min(rows.stop, own_rows.stop)
+            if own_experts.start <= expert.start < own_experts.stop and start < stop:
+                part = values[expert.start - own_experts.start, start - own_rows.start : stop - own_rows.start]
+                part.copy_(part.float() + delta[start - rows.start : stop - rows.start, columns])
         return values
 
 
