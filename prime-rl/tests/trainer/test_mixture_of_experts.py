@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -19,12 +20,14 @@ from prime_rl.configs.trainer import AdamWConfig, ConstantSchedulerConfig, Debug
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.build import setup_frozen, setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.rl.step import Reference
+from prime_rl.transport.routing import Routers, Routing
 
 SMALL = {
     "hidden_size": 32,
@@ -206,6 +209,33 @@ def test_the_load_of_experts_is_that_of_the_tokens_that_train(biased_dir: Path, 
     saved = TrainedModel(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 1)).tensors()["model"]
     for state in (saved, gather_weights(model, torch.bfloat16)):
         torch.testing.assert_close(state["model.layers.1.mlp.gate.e_score_correction_bias"], moved.float())
+
+
+class ScorelessRouter(nn.Module):
+    """Returns what it chose, and not its scores."""
+
+    num_experts, top_k = 4, 2
+
+    def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.topk(scores, self.top_k))
+
+
+def test_a_router_that_does_not_return_its_scores_is_counted() -> None:
+    model = nn.Sequential(ScorelessRouter())
+    routers = Routers(model)
+    with routers.on(Routing(weights_N=torch.tensor([1.0, 2.0, 0.0]))):
+        model(torch.tensor([[4.0, 3, 2, 1], [1, 2, 3, 4], [1, 4, 4, 1]]))
+    counts, entropies = routers.load.take()
+    assert counts.tolist() == [[1, 1, 2, 2]]
+    assert entropies.tolist() == []
+
+
+def test_a_reference_that_is_reset_takes_the_biases(biased_dir: Path, mesh: Mesh) -> None:
+    model, frozen = setup_model(config_of(biased_dir), mesh), setup_frozen(config_of(biased_dir), mesh)
+    own, other = (each.model.layers[1].mlp.gate.e_score_correction_bias for each in (model, frozen))
+    own += 1
+    assert Reference(frozen, is_trained=False, reset_every=2).reset_if_due(model, 2)
+    assert torch.equal(own, other)
 
 
 def test_a_bias_that_cannot_be_moved_is_refused(moe_dir: Path, mesh: Mesh) -> None:

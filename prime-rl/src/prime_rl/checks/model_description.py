@@ -190,7 +190,7 @@ class ModelDescription:
     @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
-        counts = map(self.setting, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+        counts = map(self.setting, EXPERT_COUNTS)
         return any(isinstance(count, list) or (isinstance(count, int) and count > 1) for count in counts)
 
     def division_fault(self, model: ModelConfig) -> str | None:

@@ -105,7 +105,7 @@ class Routers:
             if choice.chosen_Nk is not None:
                 routing.chosen[layer] = choice.chosen_Nk
                 if routing.weights_N is not None and torch.is_grad_enabled():
-                    self.load.add(layer, choice.chosen_Nk, _logits(outputs, sizes[0]), routing.weights_N)
+                    self.load.add(layer, sizes[0], choice.chosen_Nk, _logits(outputs, sizes[0]), routing.weights_N)
             elif given is not None:
                 raise StartFault(
                     f"{type(router).__name__} does not choose its experts with topk, which is not supported"
@@ -116,7 +116,8 @@ class Routers:
 
 
 def _logits(outputs: Any, experts: int) -> Tensor | None:
-    """A router's scores [N, E] before it normalizes them; of several such outputs, families return them last."""
+    """A router's scores [N, E] before it normalizes them; of several such outputs, families return them last. None if
+    it returns none, as LongCat's in Transformers 5.16."""
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     found = [part for part in parts if part.ndim == 2 and part.shape[1] == experts and part.is_floating_point()]
     return found[-1].detach() if found else None
@@ -129,23 +130,26 @@ class RouterLoad:
         self._counts: dict[int, Tensor] = {}
         """Tokens [E] of a layer's experts."""
         self._entropies: dict[int, Tensor] = {}
-        """Sum over a layer's tokens."""
+        """Sum over a layer's tokens; none of routers that do not return their scores."""
 
-    def add(self, layer: int, chosen_Nk: Tensor, logits_NE: Tensor | None, weights_N: Tensor) -> None:
-        if logits_NE is None:
-            return
-        counts = weights_N.new_zeros(logits_NE.shape[1])
+    def add(self, layer: int, experts: int, chosen_Nk: Tensor, logits_NE: Tensor | None, weights_N: Tensor) -> None:
+        counts = weights_N.new_zeros(experts)
         counts.index_add_(0, chosen_Nk.flatten(), weights_N.repeat_interleave(chosen_Nk.shape[1]))
         self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+        if logits_NE is None:
+            return
         logs = logits_NE.float().log_softmax(-1)
         entropy = -((logs.exp() * logs).sum(-1) * weights_N).sum()
         self._entropies[layer] = self._entropies[layer] + entropy if layer in self._entropies else entropy
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Tokens by layer and expert [L, E] and sums of entropies [L], of the layers in order. Starts again."""
-        layers = sorted(self._counts)
-        counts = torch.stack([self._counts[layer] for layer in layers]).double()
-        entropies = torch.stack([self._entropies[layer] for layer in layers]).double()
+        """Tokens by layer and expert [L, E] and sums of entropies [L], of the layers in order. Starts again.
+
+        There are no entropies if the routers do not return their scores.
+        """
+        counts = torch.stack([self._counts[layer] for layer in sorted(self._counts)]).double()
+        summed = [self._entropies[layer] for layer in sorted(self._entropies)]
+        entropies = torch.stack(summed).double() if summed else counts.new_zeros(0)
         self._counts, self._entropies = {}, {}
         return counts, entropies
 

@@ -55,11 +55,12 @@ class Balance:
                 bias.add_(torch.sign(mean - load_E).to(bias), alpha=self._rate)
         ratios_L = loads_LE.amax(1) / mean_L.clamp(min=1e-9)
         tokens = loads_LE.sum() / self._routers.top_k
+        entropy = {"experts/router_entropy": (entropies_L.sum() / tokens.clamp(min=1)).item()}
         return {
             "experts/max_load/mean": ratios_L.mean().item(),
             "experts/max_load/max": ratios_L.max().item(),
             "experts/unused": (loads_LE == 0).double().mean().item(),
-            "experts/router_entropy": (entropies_L.sum() / tokens.clamp(min=1)).item(),
+            **(entropy if len(entropies_L) else {}),
         }
 
 

@@ -80,9 +80,10 @@ class Reference:
         """Take the weights of the trained model after every `reset_every` steps, and return whether this is one."""
         if self.reset_every is None or step % self.reset_every:
             return False
-        weights = dict(trained.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            own, new = (each.to_local() if isinstance(each, DTensor) else each for each in (parameter, weights[name]))
+        # Buffers, too: `router_bias_update_rate` moves the biases of routers.
+        weights = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            own, new = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, weights[name]))
             own.copy_(new)  # shard by shard: both models lie on the same mesh, perhaps on other devices
         return True
 
