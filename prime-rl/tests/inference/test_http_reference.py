@@ -64,9 +64,9 @@ def test_a_server_answers_with_the_listed_fields(server) -> None:
 
 
 def differences(route: RouteResponse, found: set[str]) -> list[str]:
-    """Fields that only one side has. The page describes some objects as a whole, and calls are only in some answers."""
+    """Fields that only one side has. The page describes some objects as a whole, and some answers lack some fields."""
     whole = [name for name in route.fields if name.endswith(("top_logprobs[]", "prompt_logprobs"))]
-    described = set(route.fields) - set(whole) - {"choices[].message.tool_calls"}
+    described = set(route.fields) - set(whole) - {"choices[].message.tool_calls", "choices[].routed_experts"}
     listed = {name for name in found if not any(name.startswith(each.removesuffix("[]")) for each in whole)}
     return sorted(described ^ listed)
 

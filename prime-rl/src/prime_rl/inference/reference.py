@@ -52,6 +52,8 @@ _ENVELOPE = {
     "choices[].weight_versions[].version": "policy version of a part of the sample",
     "choices[].weight_versions[].start": "its first token",
     "choices[].weight_versions[].end": "the token after its last",
+    "choices[].routed_experts": "with `inference.enable_return_routed_experts`: a NumPy file in base64, the expert ids "
+    "`[tokens - 1, layers, k]` of prompt and completion, whose last token was not routed",
 }
 _POWERS = {"9_223_372_036_854_775_807": "2^63 - 1", "9_223_372_036_854_775_808": "2^63", "2_147_483_647": "2^31 - 1"}
 _PROMPT_LOGPROBS = "with `prompt_logprobs`: null, then `{token id: {logprob, rank, decoded_token}}` per token"

@@ -278,8 +278,8 @@ def check_routes(rows: Sequence[Row], model: PreTrainedModel) -> None:
         routes = row.routed_experts
         if routes is None:
             raise TrainerError(
-                "enable_router_replay: a server answered without routed experts: set enable_return_routed_experts = "
-                "true for all of them"
+                "enable_router_replay: a sample has no routed experts: set enable_return_routed_experts = true for all "
+                "servers; tensors that a workflow returns have none, and cannot be replayed"
             )
         if routes.shape[1:] != expected or int(routes.max()) >= routers.num_experts:
             raise TrainerError(
