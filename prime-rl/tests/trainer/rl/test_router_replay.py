@@ -237,7 +237,7 @@ def test_what_cannot_be_replayed_is_one_line(folder_of, mesh: Mesh, tmp_path: Pa
             check_routes(rows_of([sample]), model)
 
     answer = _npy(np.zeros((4, 3, 2), np.uint8))
-    for wrong, tokens in {answer: 6, "%": 5, _npy(np.zeros(3)): 5}.items():
+    for wrong, tokens in {answer: 6, "%": 5, "": 5, answer[:-20]: 5, _npy(np.zeros(3)): 5}.items():
         with pytest.raises(MalformedRollout, match="a server answered with"):
             routed_experts_of(wrong, tokens)
     wide = routed_experts_of(_npy(np.full((4, 3, 2), 300, np.int32)), 5)
