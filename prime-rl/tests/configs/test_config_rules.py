@@ -148,7 +148,13 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
         (
             TrainerConfig,
             "critic.warmup-steps=5 max-steps=20 scheduler.type=linear",
-            "do not fit into max_steps = 15",
+            "do not fit into max_steps = 15: the first critic.warmup_steps = 5 steps do not train the policy",
+        ),
+        (TrainerConfig, "critic.optim.type=muon model.fsdp-cpu-offload", "[critic]: optim.type = 'muon' does not work"),
+        (
+            TrainerConfig,
+            "critic.scheduler.type=cosine critic.scheduler.min-lr=1 max-steps=20",
+            "[critic]: scheduler.min_lr = 1 is above optim.lr",
         ),
         (TrainerConfig, "model.fsdp-cpu-offload model.optim-cpu-offload", "remove optim_cpu_offload"),
         (TrainerConfig, "model.attn=fa4", "attn = 'fa4' needs impl = 'custom'"),
@@ -209,6 +215,12 @@ def test_a_broken_rule_is_one_fault(faults, config_cls: type, options: str, faul
 def test_a_benchmark_has_too_few_steps_for_a_schedule_and_keeps_its_rate(config_cls: type) -> None:
     config = load_config(config_cls, [], words("bench scheduler.type=linear max-steps=1000"))
     assert (config.max_steps, config.scheduler.type) == (4, "constant")
+
+
+def test_a_benchmark_has_no_warm_up_of_a_critic() -> None:
+    given = "bench critic.scheduler.type=cosine critic.warmup-steps=20 critic.optim.lr=1e-3"
+    critic = load_config(TrainerConfig, [], words(given)).critic
+    assert (critic.scheduler.type, critic.warmup_steps, critic.optim.lr) == ("constant", 0, 1e-3)
 
 
 def test_a_run_that_forgets_its_progress_may_start_from_any_step() -> None:

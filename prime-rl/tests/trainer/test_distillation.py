@@ -102,7 +102,8 @@ def test_sft_with_a_teacher_minimises_the_divergence_of_trained_tokens(tmp_path:
     row = lay_out(samples, 24, 24)
     loss_of = SFTDistillationConfig(teacher=str(tmp_path / "teacher"), beta=0.0, top_k=40, weight=2.0, sft_coef=0.5)
     objective = Distilled(loss_of)
-    objective.teacher = setup_frozen(config, mesh, name=loss_of.teacher)
+    of_mixture = config.model_copy(update={"freeze_moe_router": True})
+    objective.teacher = setup_frozen(of_mixture, mesh, name=loss_of.teacher)  # the teacher has no router
     objective.prepare(model, [row], mesh)
     found = forward_backward(model, [row], objective, sizes_of([row], objective), mesh)
 

@@ -228,7 +228,8 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _replay_faults(trainer.model.name, start)
     yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
     if trainer.critic is not None and (name := trainer.critic.name) is not None:
-        yield from _same_tokenizer_faults("trainer.critic.name", name, trainer.model.name, start)
+        ours = trainer.tokenizer.name or trainer.model.name
+        yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start)
     yield from data_faults(trainer.datasets, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)

@@ -14,6 +14,7 @@ from prime_rl.configs.optim import (
     ConstantSchedulerConfig,
     OptimizerConfig,
     SchedulerConfig,
+    optimizer_faults,
     schedule_faults,
 )
 from prime_rl.configs.ranges import Fraction, WholeNumber
@@ -83,7 +84,11 @@ def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]
         yield "loss.sft_coef tells good rollouts by their advantage, and those of [critic] are of tokens: set it to 0"
     if loss.type == "default" and loss.adv_tau == 0:
         yield "loss.adv_tau = 0 leaves out the advantages of [critic]: set it above 0, or remove [critic]"
-    yield from (f"[critic]: {fault}" for fault in schedule_faults(critic.scheduler, trainer.max_steps))
+    faults = [
+        *schedule_faults(critic.scheduler, trainer.max_steps),
+        *optimizer_faults(critic.optim, critic.scheduler, is_offloaded=trainer.model.fsdp_cpu_offload),
+    ]
+    yield from (f"[critic]: {fault}" for fault in faults)
 
 
 def critic_warnings(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]:
@@ -93,6 +98,8 @@ def critic_warnings(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[st
             f"critic.warmup_steps ({critic.warmup_steps}) leaves none of max_steps = {trainer.max_steps} to train the "
             "policy"
         )
+    if critic.lora is not None and critic.lora.dropout > 0:
+        yield f"critic.lora.dropout = {critic.lora.dropout} has no effect: RL trains without dropout"
 
 
 def advantage_faults(

@@ -170,3 +170,12 @@ class MuonConfig(BaseOptimizerConfig):
 
 
 OptimizerConfig = Annotated[SGDConfig | AdamWConfig | MuonConfig, Field(discriminator="type")]
+
+
+def optimizer_faults(optim: OptimizerConfig, scheduler: SchedulerConfig, *, is_offloaded: bool) -> Iterator[str]:
+    """Why an optimizer does not fit its schedule, or weights that are in host memory (`model.fsdp_cpu_offload`)."""
+    rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
+    if min_rate > rate > 0:
+        yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
+    if optim.type == "muon" and is_offloaded:
+        yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"

@@ -42,6 +42,7 @@ from prime_rl.configs.optim import (
     OptimizerConfig,
     SchedulerConfig,
     SGDConfig,
+    optimizer_faults,
     schedule_faults,
 )
 from prime_rl.configs.ranges import (
@@ -273,17 +274,9 @@ def training_faults(config: Any) -> Iterator[str]:
             "model.lora.path"
         )
     yield from _step_faults(config)
-    yield from rate_faults(config.optim, config.scheduler)
+    yield from optimizer_faults(config.optim, config.scheduler, is_offloaded=config.model.fsdp_cpu_offload)
     if config.memory_profiler_path is not None and config.device == "cpu":
         yield NO_MEMORY_PROFILE
-    if config.optim.type == "muon" and config.model.fsdp_cpu_offload:
-        yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
-
-
-def rate_faults(optim: OptimizerConfig, scheduler: SchedulerConfig) -> Iterator[str]:
-    rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
-    if min_rate > rate > 0:
-        yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
 
 
 def _step_faults(config: Any) -> Iterator[str]:
@@ -294,8 +287,12 @@ def _step_faults(config: Any) -> Iterator[str]:
     if ckpt is not None and not ckpt.skip_progress and (faults := list(beyond_end(resume_step, config.max_steps))):
         yield from faults
     elif getattr(config, "num_epochs", None) is None:  # SFT finds the number of steps once it knows its data
-        max_steps = getattr(config, "policy_steps", config.max_steps)
-        yield from schedule_faults(config.scheduler, scheduled_steps(max_steps, ckpt, resume_step))
+        steps = getattr(config, "policy_steps", config.max_steps)
+        why = ""
+        if steps != config.max_steps:
+            why = f": the first critic.warmup_steps = {config.critic.warmup_steps} steps do not train the policy"
+        for fault in schedule_faults(config.scheduler, scheduled_steps(steps, ckpt, resume_step)):
+            yield fault + why
 
 
 def fill_tokenizer(tokenizer: TokenizerConfig, model: ModelConfig) -> None:
@@ -410,6 +407,8 @@ class TrainerConfig(RootConfig):
     def _enter_bench_mode(self) -> Self:
         if self.bench is not None:
             derive(self, "bench", max_steps=BENCH_STEPS, ckpt=None, scheduler=ConstantSchedulerConfig())
+            if self.critic is not None:
+                derive(self.critic, "bench", scheduler=ConstantSchedulerConfig(), warmup_steps=0)
             if self.data.fake is None:
                 derive(self.data, "bench", fake=FakeDataLoaderConfig())
         return self

@@ -94,7 +94,7 @@ RL_TRAINER = (
     Metric(f"sft_loss{_STATISTICS}", "nats", "per token of good rollouts, with `trainer.loss.sft_coef`: its cross-entropy"),
     Metric(f"observation_loss{_STATISTICS}", "nats", "per token that an environment wrote after the first turn, with `trainer.loss.observation_coef`: its cross-entropy"),
     Metric("demonstrations/loss", "nats/token", "with `trainer.demonstrations`: cross-entropy of the trained tokens of the step's demonstrations, weighted with `loss = \"dft\"` and `\"phi\"`; none at a weight of 0"),
-    Metric("demonstrations/weight", "", "its weight in this step"),
+    Metric("demonstrations/weight", "", "weight of their loss in this step; 0 while only a critic is trained"),
     Metric("demonstrations/tokens", "tokens", "trained tokens of the step's demonstrations"),
     Metric("demonstrations/epoch", "epochs", "complete passes over the demonstrations"),
     Metric("reference_kl_coef", "", "with `trainer.loss.kl_target`: the weight of the KL penalty in this step"),

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from prime_rl.configs.critic import CriticConfig
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig, TrainerConfig
+from prime_rl.trainer.kernels.product_choice import ProductChoice
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.rl.critic import advantages_of, value_losses
 from prime_rl.trainer.rl.rows import Estimates, RowLayout
+from prime_rl.trainer.rl.run import setup_critic
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,11 @@ def test_advantages_are_the_sums_of_the_paper(level: str, gae_lambda: float) -> 
     advantages_M, returns_P = advantages_of(*inputs, layout, config)
     assert advantages_M.tolist() == pytest.approx(expected, rel=1e-9)
     assert returns_P.tolist() == pytest.approx(returns, rel=1e-9)
+
+
+def test_a_critic_with_another_tokenizer_is_refused_before_it_is_loaded(tiny_model_dir, mesh) -> None:
+    model = ModelConfig(name=str(tiny_model_dir))
+    config = TrainerConfig(model=model, critic={"name": str(tiny_model_dir)})
+    tokenizer = setup_tokenizer(TokenizerConfig(add_tokens=["<other>"]), model)
+    with pytest.raises(ModelError, match=r"trainer\.critic\.name = .*: its tokenizer has another id for '<other>'"):
+        setup_critic(config, tokenizer, mesh, ProductChoice.without_measuring())

@@ -78,6 +78,7 @@ def test_value_and_gradient_of_demonstrations_are_those_of_the_papers(tiny_model
         expected = loss_of_papers(exact, [next(same.rows) for _ in range(3)], kind)
         assert found["demonstrations/loss"] == pytest.approx(expected.item(), rel=1e-5)
         assert found["demonstrations/weight"] == pytest.approx(0.5), "half of the way from 0.8 to 0.2"
+        assert ours.metrics(None) == {"demonstrations/weight": 0}, "a step that trains the critic alone"
         gradients = torch.autograd.grad(0.5 * expected, list(exact.parameters()))
         for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -248,7 +248,7 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
     model = ModelConfig(name=str(tiny_model_dir), attn="sdpa", seq_len=512, lora=LoRAConfig(rank=4))
     settings = {
         "model": model,
-        "loss": {"type": "clip", "kl_coef": 0.1, "kl_in": "token_reward"},
+        "loss": {"type": "clip", "kl_coef": 0.1, "kl_in": "token_reward", "kl_target": 0.01},
         "critic": {"warmup_steps": 1, "optim": {"lr": 3e-3}, "value_clip": 0.001},
         "minibatches": 2,
         "optim": {"lr": 1e-2, "weight_decay": 0.5},
@@ -275,6 +275,8 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
     kls = [each["reference_kl/mean"] for each in records]
     assert kls[0] == pytest.approx(0, abs=1e-6), "the policy did not move between the minibatches of the first step"
     assert min(kls[1:]) > 1e-4
+    coefs = [each["reference_kl_coef"] for each in records]
+    assert coefs[0] == coefs[1] == 0.1 != coefs[2], "a divergence of 0 in the warm-up does not lower the weight"
 
     export = RunPaths(whole).weight(3) / "critic"
     loaded, info = AutoModelForSequenceClassification.from_pretrained(export, output_loading_info=True)

@@ -281,6 +281,8 @@ def setup_frozen(
     changes: dict[str, Any] = {"optimization_dtype": dtype, "optim_cpu_offload": False}
     if name is not None:
         changes |= {"name": name, "adapter": None, "lora": None, "debug": type(config.debug)()}
+        # Of the trained model alone: another one may have no routers, and is not exported.
+        changes |= {"freeze_moe_router": False, "language_model_only": False}
     return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
 
 

@@ -45,9 +45,9 @@ class Demonstrations:
         self._losses.append(loss / weight)
         self._trained_tokens += sizes[0]
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """Metrics of the updates since the last call."""
-        found: dict[str, float] = {"demonstrations/weight": self.config.weight_at(step)}
+    def metrics(self, step: int | None) -> dict[str, float]:
+        """Metrics of the updates since the last call, those of `step`. None: the step does not train the policy."""
+        found: dict[str, float] = {"demonstrations/weight": 0.0 if step is None else self.config.weight_at(step)}
         if self._losses:
             found["demonstrations/loss"] = sum(self._losses) / len(self._losses)
             found["demonstrations/tokens"] = self._trained_tokens

@@ -42,7 +42,7 @@ from prime_rl.trainer.model.build import (
     setup_frozen,
     setup_model,
 )
-from prime_rl.trainer.model.tokenizer import padding_id, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_tokenizer, padding_id, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
@@ -256,7 +256,7 @@ class RLTrainer:
         size = StepSize.total(sizes)
         self.progress.advance(size.tokens, size.sequences)
         axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
-        of_reference = self._after_step(values)
+        of_reference = self._after_step(values, is_policy_trained)
         recorded = {} if stats is None else stats.export(axis.collective_group)
         gathered = values.gather(axis)
         return size.tokens, {
@@ -266,12 +266,12 @@ class RLTrainer:
             # Before clipping, averaged over the step's optimizer updates.
             **{f"{name}/grad_norm": sum(norms) / len(norms) for name, norms in grad_norms.items()},
             **of_reference,
-            **({} if demonstrations is None else demonstrations.metrics(step)),
+            **({} if demonstrations is None else demonstrations.metrics(step if is_policy_trained else None)),
             **of_experts,
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
 
-    def _after_step(self, values: MetricValues) -> dict[str, float]:
+    def _after_step(self, values: MetricValues, is_policy_trained: bool) -> dict[str, float]:
         """Adapt the weight of the KL penalty, and reset the reference if that is due. Collective."""
         forward_backward, state = self.components.forward_backward, self.components.state
         reference, kl = forward_backward.reference, forward_backward.loss.kl
@@ -282,7 +282,9 @@ class RLTrainer:
         if kl is None or kl.target is None:
             return {}
         used = kl.coef
-        kl.adapt(values.mean("reference_kl", self.components.data_axis, self.process.device))
+        # While only the critic is trained, the policy stays where it is: its divergence says nothing about the weight.
+        if is_policy_trained:
+            kl.adapt(values.mean("reference_kl", self.components.data_axis, self.process.device))
         state.adapted["kl_coef"] = kl.coef
         return {"reference_kl_coef": used}
 
@@ -545,13 +547,15 @@ def setup_critic(
     It is laid out like the policy: sharded over the same processes, in the same dtypes.
 
     Raises:
-        ModelError: its model cannot be a critic.
+        ModelError: its model cannot be a critic, or has another tokenizer.
     """
     critic = config.critic
     if critic is None:
         return None
     own: dict[str, Any] = {"lora": critic.lora, "language_model_only": False}
     if critic.name is not None:
+        # The check before the start reads only what is on this machine.
+        check_tokenizer("trainer.critic.name", critic.name, config.model, tokenizer)
         own |= {"name": critic.name, "adapter": None, "freeze_moe_router": False}
     valued = config.model.model_copy(update=own)
     try:
