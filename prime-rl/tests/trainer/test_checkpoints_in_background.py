@@ -83,16 +83,20 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tiny_model_dir: Pa
 def test_saves_run_in_order_and_old_ones_are_deleted(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
     state, checkpoints = new_state(tiny_model_dir, mesh), manager(tmp_path, mesh, keep_last=1, keep_best=True)
     tokenizer = setup_tokenizer(TokenizerConfig(), ModelConfig(name=str(tiny_model_dir)))
-    for val_loss in (3.0, 1.0, 2.0, 2.5):
-        take_step(state)
-        checkpoints.save(state, {})
-        checkpoints.export(state, tokenizer, torch.float32)
-        if checkpoints.is_best(val_loss):
-            checkpoints.mark_best(state.progress.step, val_loss)
-    checkpoints.wait()
     paths = RunPaths(tmp_path)
-    assert stable_steps(paths.checkpoints) == stable_steps(paths.weights) == [2, 4]
-    assert paths.best_checkpoint.read_text() == '{"step": 2, "val_loss": 1.0}\n'
+    for val_losses, kept, best in (
+        ((3.0, 1.0, 2.0, 2.5), [2, 4], '{"step": 2, "val_loss": 1.0}\n'),
+        ((0.5,), [5], '{"step": 5, "val_loss": 0.5}\n'),
+    ):
+        for val_loss in val_losses:
+            take_step(state)
+            checkpoints.save(state, {})
+            checkpoints.export(state, tokenizer, torch.float32)
+            if checkpoints.is_best(val_loss):
+                checkpoints.mark_best(state.progress.step, val_loss)
+        checkpoints.wait()
+        assert stable_steps(paths.checkpoints) == stable_steps(paths.weights) == kept
+        assert paths.best_checkpoint.read_text() == best
 
 
 def test_a_failed_write_is_reported_by_the_next_save(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:

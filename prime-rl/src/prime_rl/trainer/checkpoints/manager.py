@@ -107,6 +107,10 @@ class Retention:
     def keep(self, step: int) -> None:
         """Add `step`, and delete the steps that the rules no longer keep."""
         self.steps.add(step)
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete the steps that the rules no longer keep."""
         kept = kept_steps(self.steps, self.keep_last, self.keep_interval)
         old = {self.parent / f"step_{each}": each for each in sorted(self.steps - kept - self.protected)}
         for directory in list(old) if self.hold is None else self.hold.released(list(old)):
@@ -273,6 +277,10 @@ class CheckpointManager:
             with together(self.process, self._group, self.paths.root):
                 if self.process.is_main:
                     best.write(self.paths.best_checkpoint)
+            if self.process.is_main:
+                # The step that was the best until now: no later save may come.
+                self._saved.prune()
+                self._exported.prune()
 
         self._do(note)
 
