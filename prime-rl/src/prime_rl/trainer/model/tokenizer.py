@@ -81,18 +81,6 @@ def load_error(key: str, name: str, error: Exception) -> str:
     return f"{key} = {name}: {missing if isinstance(error, OSError) else ''}{reason}"
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that pads the sequences of a reward model: the tokenizer's, or without one that which ends texts.
-
-    Raises:
-        ModelError: the tokenizer has neither.
-    """
-    for each in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(each, int):
-            return each
-    raise ModelError("the tokenizer has neither a padding token nor an end token, and a reward model needs one")
-
-
 def check_tokenizer(key: str, name: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the model `name`, the value of `key`, reads the same tokens as the trained `model`. It may have more.
 

@@ -42,7 +42,7 @@ from prime_rl.trainer.model.build import (
     setup_frozen,
     setup_model,
 )
-from prime_rl.trainer.model.tokenizer import check_tokenizer, padding_id, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_tokenizer, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
@@ -61,6 +61,7 @@ from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
 from prime_rl.trainer.rl.rows import Row, check_routes, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
+from prime_rl.trainer.sft.data.conversation import padding_id
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
 from prime_rl.utils.logger import SUCCESS, count_of, get_logger
 from prime_rl.utils.waiting import Wait, advice_on

@@ -25,7 +25,7 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_c
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
-from prime_rl.trainer.model.tokenizer import check_tokenizer, embeddings_needed, padding_id, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_tokenizer, embeddings_needed, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
@@ -36,6 +36,7 @@ from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
+from prime_rl.trainer.sft.data.conversation import padding_id
 from prime_rl.trainer.sft.data.examination import check_first_rows
 from prime_rl.trainer.sft.data.packer import micro_batches_per_data_rank, setup_rows
 from prime_rl.trainer.sft.data.samples import DatasetStream

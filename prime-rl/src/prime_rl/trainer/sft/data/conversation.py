@@ -268,6 +268,18 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added.union(tokenizer.all_special_ids)
 
 
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that pads the sequences of a reward model: the tokenizer's, or without one that which ends texts.
+
+    Raises:
+        ModelError: the tokenizer has neither.
+    """
+    for each in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(each, int):
+            return each
+    raise ModelError("the tokenizer has neither a padding token nor an end token, and a reward model needs one")
+
+
 def _splits_anywhere(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a piece of text has the same tokens wherever it stands. SentencePiece begins each text with a blank."""
 

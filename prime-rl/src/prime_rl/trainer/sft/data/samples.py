@@ -12,12 +12,12 @@ import numpy as np
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.data import FakeDataConfig, SFTDataConfig, length_fault
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.model.tokenizer import padding_id
 from prime_rl.trainer.process.errors import BadRow, DataError
 from prime_rl.trainer.sft.data.conversation import (
     ConversationTokenizer,
     TokenizedSample,
     UnmaskableSample,
+    padding_id,
     special_ids,
 )
 from prime_rl.trainer.sft.data.pairs import (
