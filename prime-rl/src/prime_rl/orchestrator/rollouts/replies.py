@@ -95,8 +95,9 @@ def read_routed_experts(answer: str) -> RoutedExperts:
     Raises:
         ValueError: it is something else.
     """
-    # Not `np.load`, which raises other errors for no data, and takes archives.
-    values = np.lib.format.read_array(io.BytesIO(base64.b64decode(answer, validate=True)), allow_pickle=False)
+    file = io.BytesIO(base64.b64decode(answer, validate=True))
+    # Not `np.load`, which raises other errors for no data, and takes archives. NumPy does not annotate this one.
+    values = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
     if (
         values.ndim != 3
         or values.dtype.kind not in "iu"
