@@ -94,14 +94,16 @@ def test_the_gradient_of_observations_is_that_of_their_mean_cross_entropy(tiny_m
     for number, (prompt, *parts) in enumerate(sampled):
         mask = [at % 2 == 0 for at, part in enumerate(parts) for _ in range(part)]
         tokens = torch.randint(4, 100, (prompt + len(mask),), generator=generator).tolist()
-        texts.append((tokens, [at for at, is_own in enumerate(mask, start=prompt) if not is_own]))
+        # The last token was sampled, and the environment masks it.
+        is_sampled = [*mask[:-1], True]
+        texts.append((tokens, [at for at, is_own in enumerate(is_sampled, start=prompt) if not is_own]))
         samples.append(
             TrainingSample(
                 prompt_ids=tokens[:prompt],
                 prompt_mask=[False] * prompt,
                 completion_ids=tokens[prompt:],
                 completion_mask=mask,
-                inference_logprobs=[-4.5] * len(mask),
+                inference_logprobs=[-4.5 if is_own else 0.0 for is_own in is_sampled],
                 completion_temperatures=[0.7] * len(mask),
                 advantage=1.0 - number,
             )
@@ -123,7 +125,7 @@ def test_the_gradient_of_observations_is_that_of_their_mean_cross_entropy(tiny_m
     for tokens, observed in texts:
         logprobs = exact(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
         terms += [-logprobs[at - 1, tokens[at]] for at in observed]
-    assert len(terms) == 2 + 7
+    assert len(terms) == 2 + 6
     expected = torch.autograd.grad(0.1 * torch.stack(terms).mean(), list(exact.parameters()))
     alone, both = gradients(0.0), gradients(0.1)
     for (name, own), slope in zip(alone.items(), expected, strict=True):

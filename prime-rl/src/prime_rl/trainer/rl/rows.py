@@ -125,16 +125,21 @@ class RowLayout:
     turns_of: Sequences
     """The sequences once more, as sequences of turns: a turn takes the place of a token."""
     observed_O: Tensor
-    """Index in the row of each token that comes after a trained token of its sequence and is not trained: what an
-    environment wrote in later turns, with the template's frame around it."""
+    """Index in the row of each token that an environment wrote after a trained token of its sequence, with the
+    template's frame around it. Tokens that the model sampled and an environment masks are none of these."""
 
     @classmethod
-    def of_mask(cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device) -> Self:
-        """`loss_mask_T` is on the host; the result's tensors are on `device`."""
+    def of_mask(
+        cls, loss_mask_T: Tensor, lengths: list[int], device: torch.device, sampled_T: Tensor | None = None
+    ) -> Self:
+        """`loss_mask_T` and `sampled_T`, the tokens that an engine sampled, are on the host; the result's tensors are
+        on `device`. None: those that are trained."""
         num_trained = [int(mask.sum()) for mask in loss_mask_T.split(lengths)]
         trained = to_device(loss_mask_T.nonzero().flatten(), device)
         begun_T = torch.cat([mask.cumsum(0) > 0 for mask in loss_mask_T.split(lengths)])
-        observed = to_device((begun_T & ~loss_mask_T).nonzero().flatten(), device)
+        observed = to_device(
+            (begun_T & ~(loss_mask_T if sampled_T is None else loss_mask_T | sampled_T)).nonzero().flatten(), device
+        )
         sequences = Sequences.of_lengths([each for each in num_trained if each], device)
         of_turns = [runs for mask in loss_mask_T.split(lengths) if (runs := _runs(mask))]
         counts = [len(runs) for runs in of_turns]
@@ -217,8 +222,10 @@ class Row:
         # Counted on the host, to avoid synchronizing with the GPU.
         position_ids, loss_mask = torch.tensor(message.position_ids), torch.tensor(message.loss_mask, dtype=torch.bool)
         versions = message.versions or [-1] * len(message.input_ids)
+        # What was not sampled has the log-probability 0.
+        sampled = torch.tensor(message.inference_logprobs) != 0
         return cls(
-            layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device),
+            layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device, sampled),
             input_ids=to_device(torch.tensor(message.input_ids), device),
             position_ids=position_ids,
             loss_mask=to_device(loss_mask, device),
