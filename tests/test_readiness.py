@@ -22,6 +22,7 @@ from medarc_rl.checks.job import (
     HubAccess,
     cluster_rows,
     gpu_of_type,
+    hub_rows,
     job_environment,
     memory_row,
     offered_gpu,
@@ -32,9 +33,12 @@ from medarc_rl.checks.job import (
 from medarc_rl.errors import MedarcError
 from medarc_rl.external import NoAnswer, ask
 from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.dpo import DPOConfig
+from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch.job import Resources
 from prime_rl.run.paths import RunPaths
+from prime_rl.utils.pydantic_config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "reverse_text"
@@ -303,6 +307,21 @@ def test_a_model_in_the_users_own_cache_is_told_with_the_option_that_finds_it(tm
     assert told in access.model_row("some/model", needs_weights=True).detail
     assert "another one" not in access.model_row("some/other", needs_weights=True).detail
     assert "another one" not in access.dataset_row("some/model").detail
+
+
+def test_models_beside_the_trained_one_are_looked_up(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    base = {"data": {"name": str(tmp_path / "rows.jsonl"), "seq_len": 8}}
+    rollouts = {"env": [{"id": "reverse-text"}], "rollouts_per_example": 4, "batch_size": 8}
+    rl = {"algorithm": "ppo", "trainer": {"critic": {"name": "my/critic"}}, "orchestrator": rollouts, "max_steps": 4}
+    configs = {
+        "my/teacher": SFTConfig.model_validate({**base, "distillation": {"teacher": "my/teacher"}}),
+        "my/reference": DPOConfig.model_validate({**base, "reference": {"name": "my/reference"}}),
+        "my/critic": load_config(RLConfig, overrides=rl),
+    }
+    access = access_to("http://127.0.0.1:9", tmp_path, offline=True)
+    for name, config in configs.items():
+        assert any(name in row.detail and row.state is State.FAILED for row in hub_rows(config, access)), name
 
 
 def test_an_output_folder_that_cannot_be_written_is_told() -> None:

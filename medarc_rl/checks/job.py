@@ -28,6 +28,7 @@ from prime_rl.checks.memory import Gpu, parse_gpu
 from prime_rl.checks.memory.changes import verdict_line
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.dpo import DPOConfig
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
@@ -340,7 +341,16 @@ def _models(config: SFTConfig | RLConfig) -> dict[str, bool]:
     tokenizer = trainer.tokenizer.name
     names = {} if tokenizer is None else {tokenizer: False}
     names |= {trainer.model.name: not trainer.model.debug.random_init}
-    return names if served is None else names | {served: True}
+    return names | dict.fromkeys(filter(None, (served, *_beside(config))), True)
+
+
+def _beside(config: SFTConfig | RLConfig) -> Iterator[str | None]:
+    """The models that the trainer loads beside the trained one."""
+    if isinstance(config, RLConfig):
+        yield None if config.trainer.critic is None else config.trainer.critic.name
+        return
+    yield None if config.distillation is None else config.distillation.teacher
+    yield config.reference.name if isinstance(config, DPOConfig) else None
 
 
 def _remote_datasets(config: SFTConfig | RLConfig, start: StartDir) -> list[str]:

@@ -122,6 +122,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
         (TrainerConfig, "model.cp=2 model.compile", "cp (2) with [compile]"),
         (TrainerConfig, "model.tp=2 model.compile", "tp (2) with [compile]"),
         (TrainerConfig, "model.tp=2 model.ac-offloading", "tp (2) with [ac_offloading]"),
+        (TrainerConfig, "model.ep=2 model.ac-offloading", "ep (2) with [ac_offloading]"),
         (TrainerConfig, "model.cp=2 distillation.top-k=4", "model.cp (2) divides them"),
         (TrainerConfig, "model.tp=2 distillation.top-k=4", "model.tp (2) divides them"),
         (TrainerConfig, "demonstrations.weight=1", "data.name is not set: name the rows to imitate"),

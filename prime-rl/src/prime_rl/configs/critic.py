@@ -50,8 +50,8 @@ class CriticConfig(BaseConfig):
     variance. `lam` in TRL."""
 
     level: Literal["token", "turn"] = "token"
-    """What one step of GAE is. `token`: every token has a value. `turn`: a turn, one answer of the model, has the value
-    before its first token, and all of its tokens have its advantage."""
+    """The unit of GAE's steps. `token`: each token has a value and an advantage. `turn`: each answer of the model has
+    one value, at the token before it, and one advantage, which all its tokens get."""
 
     value_clip: float | None = Field(0.2, gt=0)
     """Largest change of a value within a step that lowers its loss: `cliprange_value` in TRL, the critic's `eps_clip`
@@ -92,7 +92,7 @@ def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]
 
 
 def critic_warnings(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]:
-    """What works, but is probably not meant."""
+    """Settings that work, but are probably a mistake."""
     if trainer.max_steps is not None and critic.warmup_steps >= trainer.max_steps > 0:
         yield (
             f"critic.warmup_steps ({critic.warmup_steps}) leaves none of max_steps = {trainer.max_steps} to train the "
@@ -105,7 +105,7 @@ def critic_warnings(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[st
 def advantage_faults(
     critic: CriticConfig | None, advantage: AdvantageConfig | None, algorithm: Algorithm
 ) -> Iterator[str]:
-    """What the orchestrator does with rewards that a critic needs as they are."""
+    """Settings of the orchestrator that change rewards, which a critic needs unchanged."""
     if critic is None:
         if algorithm == "ppo":
             yield "algorithm = 'ppo' needs [trainer.critic]: without it the rewards themselves would be the advantages"

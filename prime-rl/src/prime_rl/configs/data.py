@@ -12,9 +12,9 @@ from prime_rl.configs.ranges import Count, Fraction, NaturalSeed
 from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 TokenLoss = Literal["cross_entropy", "dft", "phi"]
-"""What rows of text are trained with: the cross-entropy of each token, perhaps weighted by a function of its
-probability p, as a constant. `dft`: p (Wu et al. 2025, On the Generalization of SFT). `phi`: p (1 - p) (Zhang et al.
-2025, CHORD)."""
+"""The loss of a token: its cross-entropy, perhaps weighted by a function of its probability p, as a constant.
+
+`dft`: p (Wu et al. 2025, On the Generalization of SFT). `phi`: p (1 - p) (Zhang et al. 2025, CHORD)."""
 
 
 class LossMaskConfig(BaseConfig):
@@ -126,9 +126,9 @@ def _known_or_not_set(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 HeldRows = Literal["samples", "pairs", "scored pairs", "labels", "mismatched labels"]
-"""What the rows of a dataset are: SFT's; a chosen and a rejected answer; that, for a reward model, which scores each at
-its last token; an answer with a label, good or bad; or that, and beside each answer another row's answer to the same
-prompt, from which KTO estimates its KL."""
+"""The kind of rows in a dataset: SFT's; pairs of a chosen and a rejected answer; pairs for a reward model, which scores
+each answer at its last token; answers with a label, good or bad; or such answers, each beside another row's answer to
+the same prompt, from which KTO estimates its KL."""
 
 
 STACK_MULTIPLE = 256

@@ -233,8 +233,8 @@ class ModelConfig(BaseModelConfig):
         for name, size in (("cp", self.cp), ("tp", self.tp), ("ep", self.ep)):
             if size > 1 and self.compile is not None:
                 yield f"{name} ({size}) with [compile]: collectives of a compiled block are not supported: remove one"
-        if self.tp > 1 and self.ac_offloading is not None:
-            yield f"tp ({self.tp}) with [ac_offloading]: activations of divided layers cannot be moved: remove one"
+            if name != "cp" and size > 1 and self.ac_offloading is not None:
+                yield f"{name} ({size}) with [ac_offloading]: activations of divided layers cannot be moved: remove one"
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":

@@ -377,7 +377,7 @@ class OrchestratorConfig(RootConfig):
     """Evaluation during training. None disables it."""
 
     early_stop: EarlyStopConfig | None = None
-    """Rules that end the run before `max_steps`. None has none."""
+    """Rules that end the run before `max_steps`. None disables it."""
 
     buffer: BufferConfig = BufferConfig()
     """Chooses the examples to roll out."""

@@ -222,7 +222,7 @@ class SFTConfig(LaunchedConfig):
     """Checkpoints. None writes none."""
 
     early_stop: EarlyStopConfig | None = None
-    """Rules that end the run before `max_steps`. None has none."""
+    """Rules that end the run before `max_steps`. None disables it."""
 
     log: LogConfig = LogConfig()
     """Logs."""

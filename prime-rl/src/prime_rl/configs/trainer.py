@@ -331,7 +331,7 @@ class TrainerConfig(RootConfig):
     sampled tokens only."""
 
     demonstrations: DemonstrationsConfig | None = None
-    """Rows that the policy imitates beside its rollouts. None has none."""
+    """Rows that the policy imitates beside its rollouts. None disables it."""
 
     parity: ParityConfig = ParityConfig()
     """The check that trainer and inference use the same policy."""

@@ -352,8 +352,8 @@ def peak_memory(training: Training) -> Parts:
 
 
 def memory_beside(training: Training, other: Training) -> int:
-    """What `other` adds to the peak of `training`, of two models that the same process trains in turn: what it keeps
-    all the time, and what its step needs more than that of `training`."""
+    """The bytes that `other` adds to the peak of `training`. One process trains the two models in turn, so these are
+    the parts that `other` keeps all the time, and those by which its step is larger."""
     kept = {"weights", "optimizer"} | ({"gradients"} if training.keeps_gathered else set())
     ours, theirs = peak_memory(training), peak_memory(other)
     own, needed = (sum(size for key, size in parts.items() if key not in kept) for parts in (ours, theirs))
