@@ -1,0 +1,303 @@
+"""Reads images of training data: a path, bytes or a data URL becomes RGB pixels, or one line says why not.
+
+    read_image("scans/7.png", Path("data"), ImageLimits())
+
+Files are hostile until they are read: a small one may claim a billion pixels, hold a thousand layers or never end. The
+size that the header claims is checked before any pixel is decoded, and only six formats are decoded at all.
+
+What happens to pixels:
+
+- EXIF's orientation is applied, so that up is up. Colour profiles are not applied.
+- Transparent parts are white, as on paper.
+- 16-bit grey, 32-bit integers and floats are scaled from the file's lowest value to its highest, to 0 to 255. Pillow's
+  own conversion cuts at 255, which makes most X-rays of 12 or 16 bits white.
+- CMYK, palettes and black-and-white become RGB.
+- Files with several frames or pages are refused: which one is meant is the user's to say. The second picture that
+  phones hide in a JPEG (a depth map, a preview) does not count.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from prime_rl.utils.errors import first_line, one_line
+from prime_rl.utils.files import open_regular, size_text
+from prime_rl.utils.terminal import shortened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+KNOWN_FORMATS = "PNG, JPEG, WebP, BMP, GIF or TIFF"
+MOST_PIXELS = 178_956_970
+"""Pillow refuses files above this number, whatever our limit is."""
+MOST_SCANS = 500
+"""Of a progressive JPEG. Each goes over all pixels, and takes as little as ten bytes: a megabyte could take hours."""
+_NAME_CHARS = 200
+_MOST_SIDES_RATIO = 200
+"""As processors of Qwen's models allow: nothing is left of the short side once the long one fits."""
+_ROWS_AT_ONCE = 256
+
+Fetch = Callable[[str, int], Path]
+"""The local copy of what a name `s3://…` stands for, if it has at most so many bytes. What it raises is a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What the images of one row may have."""
+
+    max_pixels: int = 50_000_000
+    """Of one image. A chest X-ray has 10 million, the largest phones make 50; a decoded pixel takes up to 12 bytes."""
+    max_bytes: int = 2**27
+    """Of one file, as it is stored."""
+    max_images: int = 32
+    """Of one row."""
+
+
+class ImageFault(ValueError):
+    """An image cannot be used. The message is one line: which image, what is wrong, what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))  # it may quote the data
+
+
+def read_image(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None = None) -> Image:
+    """The pixels of an image in RGB.
+
+    Args:
+        source: a path, relative to `folder` or absolute, also to outside of the folder, because data and images may lie
+            side by side; a `file:` or `data:` URL; `s3://…`; bytes; or `{"bytes": …, "path": …}`, as `datasets` writes
+            images.
+        folder: the folder of the data file.
+        fetch: gets what lies on S3. Without it such names are refused.
+
+    Raises:
+        ImageFault: it cannot be read, is damaged, or is larger than `limits` allow.
+    """
+    name, content = _content(source, folder, limits, fetch)
+    try:
+        return decoded_image(content, limits)
+    except ImageFault as fault:
+        raise ImageFault(f"{name}: {fault}") from None
+
+
+def decoded_image(content: bytes, limits: ImageLimits) -> Image:
+    """The pixels of a file's content in RGB. Raises ImageFault, whose message does not say which image it is."""
+    if not content:
+        raise ImageFault("it is empty")
+    if len(content) > limits.max_bytes:
+        raise ImageFault(f"it has {size_text(len(content))}, and at most {size_text(limits.max_bytes)} are read")
+    from PIL import Image, UnidentifiedImageError
+
+    # Of damaged metadata, Pillow warns on stderr, with the name of a file of its own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        except UnidentifiedImageError:
+            raise ImageFault(_what_it_is(content)) from None
+        except Image.DecompressionBombError:
+            raise ImageFault(f"its header claims more than {limits.max_pixels:,} pixels") from None
+        except Exception as error:  # a damaged header: each of Pillow's readers has errors of its own
+            raise ImageFault(f"its header is damaged ({first_line(error) or type(error).__name__})") from error
+        with image:
+            _check_header(image, content, limits)
+            try:
+                image.load()
+                return _rgb(image)
+            except ImageFault:
+                raise
+            except MemoryError:
+                raise ImageFault(f"its {image.width:,} x {image.height:,} pixels do not fit into memory") from None
+            except Exception as error:
+                raise ImageFault(f"it is damaged or cut short ({first_line(error) or type(error).__name__})") from error
+
+
+def _check_header(image: Image, content: bytes, limits: ImageLimits) -> None:
+    """Refuse by what the header says, before a pixel is decoded."""
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise ImageFault(f"{width:,} x {height:,} pixels are more than {limits.max_pixels:,}: make it smaller")
+    if max(width, height) > _MOST_SIDES_RATIO * max(1, min(width, height)):
+        raise ImageFault(f"{width:,} x {height:,} pixels: one side may be {_MOST_SIDES_RATIO} times the other: cut it")
+    # A phone's JPEG may hold a second picture, which Pillow calls MPO.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        what = "pages" if image.format == "TIFF" else "frames"
+        raise ImageFault(f"it has several {what}: write the one that is meant to a file of its own")
+    # In a JPEG's data, FF is followed by 00: DA after it begins a scan.
+    if image.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MOST_SCANS:
+        raise ImageFault(f"its JPEG has {scans:,} scans, and at most {MOST_SCANS} are decoded: save it again")
+
+
+def _rgb(image: Image) -> Image:
+    from PIL import Image as images
+
+    # Before the conversions below, which leave it out. Pillow turns a TIFF by itself, and then says 1.
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _scaled(image)
+    elif image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+        whole = image.convert("RGBA")
+        image = images.new("RGB", whole.size, "white")
+        image.paste(whole, mask=whole.getchannel("A"))
+    image = image.convert("RGB")
+    return image if turn is None else image.transpose(images.Transpose[turn])
+
+
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's name for what undoes each orientation of EXIF; 1 is upright."""
+
+
+def _scaled(image: Image) -> Image:
+    """Grey values of any range as 8 bits: the lowest is 0, the highest 255. An image of one value is black."""
+    import numpy as np
+    from PIL import Image as images
+
+    values = np.asarray(image)
+    low, high = float(values.min()), float(values.max())
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise ImageFault("it has pixels that are not numbers (NaN or infinite)")
+    grey = np.empty(values.shape, np.uint8)
+    factor = 255.0 / (high - low) if high > low else 0.0
+    for start in range(0, len(values), _ROWS_AT_ONCE):  # in parts: float64 takes 8 bytes a pixel
+        part = values[start : start + _ROWS_AT_ONCE].astype(np.float64)
+        grey[start : start + _ROWS_AT_ONCE] = np.rint((part - low) * factor)
+    return images.fromarray(grey)
+
+
+# Where the bytes come from.
+
+
+def _content(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None) -> tuple[str, bytes]:
+    """What messages call the image, and its bytes."""
+    if isinstance(source, Mapping):
+        held, path = source.get("bytes"), source.get("path")
+        if held is None and isinstance(path, str):
+            source = path
+        elif isinstance(held, bytes | bytearray | memoryview):
+            return (_shown(path) if isinstance(path, str) and path else "the image's bytes"), bytes(held)
+        else:
+            raise ImageFault(f"the image has neither bytes nor a path, but {', '.join(map(str, source)) or 'nothing'}")
+    if isinstance(source, bytes | bytearray | memoryview):
+        return "the image's bytes", bytes(source)
+    if not isinstance(source, str):
+        raise ImageFault(f"the image is a {type(source).__name__}: expected a path, bytes or a data URL")
+    scheme = source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
+    if scheme == "data":
+        return "the image's data URL", _of_data_url(source, limits)
+    if scheme in ("http", "https"):
+        raise ImageFault(f"{_shown(source)}: images are not fetched from the web: download it, and name the file")
+    if scheme == "s3":
+        return _shown(source), _read(_fetched(source, limits, fetch), _shown(source), limits)
+    if scheme == "file":
+        source = unquote(urlsplit(source).path)
+    if not source.strip():
+        raise ImageFault("the image's path is empty")
+    return _shown(source), _read(folder / source, _shown(source), limits)
+
+
+def _shown(source: str) -> str:
+    return shortened(source, _NAME_CHARS)
+
+
+def _fetched(source: str, limits: ImageLimits, fetch: Fetch | None) -> Path:
+    if fetch is None:
+        raise ImageFault(f"{_shown(source)}: images on S3 are not read here")
+    try:
+        return fetch(source, limits.max_bytes)
+    except Exception as error:
+        raise ImageFault(str(error)) from error
+
+
+def _read(path: Path, name: str, limits: ImageLimits) -> bytes:
+    try:
+        with open_regular(path) as file:
+            # One byte more than is allowed shows that there is more: a file may be sparse, or grow.
+            content = file.read(limits.max_bytes + 1)
+    except FileNotFoundError:
+        raise ImageFault(f"{name}: no such file in {_shown(str(path.parent))}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise ImageFault(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > limits.max_bytes:
+        raise ImageFault(f"{name}: its file has more than {size_text(limits.max_bytes)}")
+    return content
+
+
+def _of_data_url(url: str, limits: ImageLimits) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ImageFault("the image's data URL is not of the form data:image/png;base64,…")
+    return of_base64(data, limits)
+
+
+def of_base64(data: str, limits: ImageLimits) -> bytes:
+    """The bytes of an image in base64. Raises ImageFault: it is something else, or too large."""
+    if len(data) * 3 // 4 > limits.max_bytes + 3:
+        raise ImageFault(f"the image's base64 stands for more than {size_text(limits.max_bytes)}")
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageFault(f"the image's base64 is damaged ({error})") from None
+
+
+# What else a file may be, for messages.
+
+
+_SIGNATURES = (
+    *(
+        (0, start, "cut short or damaged in its header: copy it again")
+        for start in (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+    ),
+    *((0, start, "cut short or damaged in its header: copy it again") for start in (b"II*\0", b"MM\0*", b"BM")),
+    (8, b"WEBP", "cut short or damaged in its header: copy it again"),
+    (0, b"%PDF", "a PDF: write the page that is meant to a PNG"),
+    (0, b"version https://git-lfs", "a pointer of Git LFS: run `git lfs pull`"),
+    (0, b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
+    (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (4, b"ftypavif", "AVIF"),
+    (4, b"ftypavis", "AVIF"),
+    (4, b"ftyphei", "HEIC"),
+    (4, b"ftyphev", "HEIC"),
+    (4, b"ftypmif", "HEIC"),
+    (4, b"ftyp", "a video: write the frame that is meant to a PNG"),
+    (128, b"DICM", "DICOM"),
+    (0, b"8BPS", "a Photoshop file"),
+    (0, b"PK\x03\x04", "a ZIP archive"),
+    (0, b"\x1f\x8b", "a gzip file"),
+    (0, b"\x93NUMPY", "a NumPy array"),
+)
+
+
+def _what_it_is(content: bytes) -> str:
+    """Why a content that is none of the formats is refused: by what it is, where that is known."""
+    for offset, signature, kind in _SIGNATURES:
+        if content.startswith(signature, offset):
+            advice = "" if ":" in kind else ": write it as PNG or JPEG"
+            return f"it is {kind}{advice}"
+    text = content[:4096].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<svg", b"<?xml")) and b"<svg" in text:
+        return "it is SVG: draw it into a PNG"
+    if text.startswith((b"<!doctype html", b"<html")):
+        return "it is an HTML page, as a failed download leaves it: download the image again"
+    if not any(content[:4096]):
+        return "it begins with zeros, as a failed copy leaves it: copy the image again"
+    return f"it is not an image of a known format ({KNOWN_FORMATS})"
