@@ -18,6 +18,8 @@ class Findings:
     file: Path
     device: str
     is_tiny: bool
+    only: tuple[str, ...] = ()
+    """Texts, one of which the name of a row must have. All rows without one."""
     checks: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +60,7 @@ def findings_of_command_line(description: str | None) -> Findings:
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, few steps: does everything run?")
+    parser.add_argument("--only", nargs="+", default=(), help="rows whose name has one of these texts")
     parser.add_argument("--result", type=Path, default=Path("result.json"), help="where the findings go")
     args = parser.parse_args()
-    return Findings(args.result, args.device, args.tiny)
+    return Findings(args.result, args.device, args.tiny, tuple(args.only))

@@ -41,12 +41,20 @@ class Part:
     """Instead of a script. `DEVICE` stands for the device."""
 
 
+def files_with_gpu_tests() -> list[str]:
+    """Only these are collected: others import packages that the machine lacks."""
+    files = sorted((REPOSITORY / "prime-rl" / "tests").rglob("test_*.py"))
+    return [str(file) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+
+
 PARTS = (
     Part("machine", "versions, matrix products, bandwidth", 2, "machine.py"),
     Part("trainer-numbers", "loss and gradients against Transformers and PEFT", 4, "trainer_numbers.py"),
     Part("engine-numbers", "the engine against Transformers; CUDA graphs; weight updates", 3, "engine_numbers.py"),
     Part("runs", "sft resumes, rl on one GPU learns", 6, "runs.py"),
-    Part("tests", "the tests with the mark gpu", 4, command=("-m", "pytest", "-q", "-m", "gpu", "prime-rl/tests")),
+    Part(
+        "tests", "the tests with the mark gpu", 4, command=("-m", "pytest", "-q", "-m", "gpu", *files_with_gpu_tests())
+    ),
     Part("trainer-speed", "tokens/s, memory, MFU, where the time goes", 9, "trainer_speed.py"),
     Part("engine-speed", "tokens/s with CUDA graphs and without, share of the bandwidth", 4, "engine_speed.py"),
     Part(
@@ -162,7 +170,8 @@ def command_of(part: Part, args: argparse.Namespace, findings: Path) -> list[str
         words = [args.device if word == "DEVICE" else word for word in part.command]
         return [sys.executable, *words, *(TINY_ONLY.get(part.name, ()) if args.tiny else ())]
     tiny = ["--tiny"] if args.tiny else []
-    return [sys.executable, str(HERE / part.script), "--device", args.device, *tiny, "--result", str(findings)]
+    only = ["--only", *args.only] if args.only else []
+    return [sys.executable, str(HERE / part.script), "--device", args.device, *tiny, *only, "--result", str(findings)]
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
@@ -216,6 +225,7 @@ def parse_arguments() -> argparse.Namespace:
         default=28,
         help="for all parts together: with less than the sum of their limits, each gets its share",
     )
+    parser.add_argument("--only", nargs="+", default=[], help="rows of trainer-speed with one of these texts")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of results and logs")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     args = parser.parse_args()

@@ -37,6 +37,8 @@ def shares_of_step(step: Callable[[], object], device: str) -> dict[str, float]:
         if on_gpu:
             torch.cuda.synchronize()
         elapsed_us = (time.perf_counter() - started_s) * 1e6
+    if on_gpu:  # into the part's log: which kernels a kind consists of
+        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=90))
     spent_us: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         if event.is_user_annotation:  # spans kernels that count by themselves
