@@ -76,6 +76,9 @@ class ColumnsConfig(BaseConfig):
     tools: str | None = None
     """Column of the tools."""
 
+    images: str | None = None
+    """Column of the row's images."""
+
     text: str | None = None
     """Column of plain text."""
 

@@ -15,8 +15,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from prime_rl.utils.images import image_parts, is_image, source_of
 from prime_rl.utils.rows import parsed
 
 Row = Mapping[str, Any]
@@ -33,6 +35,10 @@ FORMATS = (
 """The columns of each format. Of several that apply to a row, the first is read."""
 EXPECTED = "`messages`, `conversations`, `instruction` and `output`, `prompt` and `response` or `completion`, or `text`"
 WITH_EVERY_FORMAT = ("tools", "chat_template_kwargs")
+IMAGE_COLUMNS = ("images", "image")
+"""Columns with a row's images. Of two that have some, the first is read."""
+IMAGE_MARK = "<image>"
+"""LLaVA's place of an image in a text."""
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_NAMES = {
@@ -63,11 +69,12 @@ class RowFault(ValueError):
 
 
 class NamedRow(dict[str, Any]):
-    """A row under our names for its columns, which knows the user's names."""
+    """A row under our names for its columns, which knows the user's names, and the folder of its file."""
 
-    def __init__(self, values: Mapping[str, Any], theirs: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, Any], theirs: Mapping[str, str], folder: Path = Path()) -> None:
         super().__init__(values)
         self.theirs = dict(theirs)
+        self.folder = folder
 
 
 def column_name(row: Row, ours: str) -> str:
@@ -84,6 +91,8 @@ class Conversation:
     """`tools`, and the row's `chat_template_kwargs`."""
     trained: tuple[bool | None, ...] = ()
     """Whether each message is trained, where the row says so. None leaves it to the role, as does an empty tuple."""
+    folder: Path = Path()
+    """The folder of the row's file, where paths of images begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,12 @@ class PlainText:
     completion: str
 
 
-def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
+def read_row(row: Row, section: str = "data", *, with_images: bool = False) -> Conversation | PlainText:
     """Read a row of any of `FORMATS`. `section` is the config's section with the dataset, for messages.
+
+    With images, the content of a message that has some is a list of `{"type": "text", "text": …}` and
+    `{"type": "image", "image": …}`, whatever form the row has them in; `utils/images.py` reads these. Without, a row
+    with images is refused.
 
     Raises:
         RowFault: a field is missing, empty or malformed.
@@ -105,11 +118,18 @@ def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
     kind = next((kind for kind in FORMATS if all(name in filled for name in kind)), None)
     if kind is None:
         raise RowFault(_what_is_missing(row, filled))
+    images = _images_of(row, filled)
+    if images and (not with_images or kind == ("text",)):
+        name = next(name for name in IMAGE_COLUMNS if name in filled)
+        how = f"; to train on the text alone, name its column in {section}.columns" if not with_images else ""
+        raise RowFault(f"`{column_name(row, name)}` has images: {ONLY_TEXT if not with_images else _NO_CHAT}{how}")
     if kind == ("text",):
         return PlainText(None, _whole_text(row, "text", filled["text"]))
     if kind[0] == "prompt":
         filled = {name: listed(value) if name in kind else value for name, value in filled.items()}
     if kind == ("prompt", "completion") and all(isinstance(filled[name], str) for name in kind):
+        if images:
+            raise RowFault(f"`prompt` and `completion` are plain text, and the row has images: {_NO_CHAT}")
         return PlainText(filled["prompt"], _whole_text(row, "completion", filled["completion"]))
     asked, answered = _parts(kind, filled, row)
     if not asked and not answered:
@@ -117,7 +137,11 @@ def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
     if kind != ("prompt", "completion") and not is_missing(filled.get("system")) and filled["system"] != "":
         asked = [{"role": "system", "content": filled["system"]}, *asked]
     raw = [*asked, *answered]
-    messages = [_message(number, message, section) for number, message in enumerate(raw, start=1)]
+    messages = [
+        _message(number, message, section, with_images=with_images) for number, message in enumerate(raw, start=1)
+    ]
+    if with_images:
+        _place_images(messages, images)
     # Earlier answers in a prompt are context: only the completion is meant to be learned.
     in_prompt = len(asked) if kind[0] == "prompt" else 0
     trained = tuple(
@@ -129,7 +153,8 @@ def read_row(row: Row, section: str = "data") -> Conversation | PlainText:
             name = "" if kind[0] in ("messages", "conversations", "prompt") else column_name(row, kind[-1])
             name = column_name(row, "response") if kind == ("prompt", "response") else name
             raise RowFault(f"`{name}` is empty" if name else f"message {number}: the assistant message is empty")
-    return Conversation(messages, _template_kwargs(filled), trained if set(trained) - {None} else ())
+    folder = row.folder if isinstance(row, NamedRow) else Path()
+    return Conversation(messages, _template_kwargs(filled), trained if set(trained) - {None} else (), folder)
 
 
 def _what_is_missing(row: Row, filled: Row) -> str:
@@ -333,7 +358,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 # Messages of training data, which may have other names, and are checked.
 
 
-def _message(number: int, message: Any, section: str | None) -> Message:
+def _message(number: int, message: Any, section: str | None, *, with_images: bool = False) -> Message:
     """A message of a row, under our names and checked. Without `section`, no key of the config names others.
 
     Raises:
@@ -358,7 +383,9 @@ def _message(number: int, message: Any, section: str | None) -> Message:
         if role != "assistant" or not ("tool_calls" in renamed or "reasoning_content" in renamed):
             raise RowFault(f"message {number}: the {role} message has no `content`")
         renamed["content"] = ""
-    renamed["content"] = _text(number, renamed["content"])
+    renamed["content"] = _content(number, renamed["content"], with_images)
+    if role == "assistant" and not isinstance(renamed["content"], str):
+        raise RowFault(f"message {number}: an answer of the assistant has an image: models answer with text")
     if "tool_calls" in renamed:
         renamed["tool_calls"] = _tool_calls(number, renamed["tool_calls"])
     (plain,) = plain_messages([renamed], "developer")
@@ -384,19 +411,24 @@ def _as_openai(number: int, message: Message) -> Message:
     return message
 
 
-def _text(number: int, content: Any) -> str:
-    """The text of a message. Parts of text are joined by newlines, as in inference."""
-    texts = []
+def _content(number: int, content: Any, with_images: bool) -> str | list[dict[str, Any]]:
+    """The text of a message, or its texts and images. Texts without an image are joined by newlines, as in inference.
+
+    An image without a source has None for one, or its number among the row's images.
+    """
+    parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
-        if isinstance(text, str):
-            texts.append(text)
+        if isinstance(text, str) and not is_image(part):
+            parts.append({"type": "text", "text": text})
         elif isinstance(part, Mapping) and isinstance(content, list):
-            kind = part.get("type")
-            raise RowFault(f"message {number}: a part of type {kind!r}: only parts of text can be trained on")
+            if not (with_images and is_image(part)):
+                raise RowFault(f"message {number}: a part of type {part.get('type')!r}: {ONLY_TEXT}")
+            source = source_of(part)
+            parts.append({"type": "image", "image": part.get("index") if source is None else source})
         else:
             raise RowFault(f"message {number}: `content` must be text, or a list of parts of text, got {content!r}")
-    return "\n".join(texts)
+    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
@@ -442,20 +474,67 @@ def tools_of(row: Row) -> list[dict[str, Any]]:
     return [dict(tool) for tool in tools]
 
 
-# Images in messages, which training does not support yet.
+# Images in rows and messages.
 
 
-IMAGE_TYPES = frozenset({"image_url", "image", "input_image"})
+ONLY_TEXT = "only parts of text can be trained on"
+_NO_CHAT = "write messages, in which each image has its place"
 NO_IMAGES = "training on images is not supported yet: use an environment of text"
+
+
+def _images_of(row: Row, filled: Row) -> list[Any]:
+    """The images in columns of a row: a path, bytes, or what `datasets` writes; one, or a list."""
+    for name in IMAGE_COLUMNS:
+        value = filled.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = decoded(value, f"`{column_name(row, name)}`")  # a cell of a CSV file
+        values = value if isinstance(value, list) else [value]
+        if found := [each for each in values if not (is_missing(each) or each == "")]:
+            return found
+    return []
+
+
+def _place_images(messages: list[Message], images: Sequence[Any]) -> None:
+    """Put the images of a row's columns where its messages say.
+
+    Places are parts `{"type": "image"}` without a source, as TRL has them, or `<image>` in texts, as LLaVA does.
+    Without places the images come before the text of the first message of the user, as in TRL.
+
+    Raises:
+        RowFault: there are not as many places as images.
+    """
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    own = [part for part in parts if is_image(part)]
+    places = [part for part in own if part["image"] is None or isinstance(part["image"], int)]
+    if images and not own:
+        for message in messages:
+            if message["role"] != "assistant" and IMAGE_MARK in message["content"]:
+                message["content"] = _split_at_marks(message["content"])
+                places += filter(is_image, message["content"])
+        first = next((each for each in messages if each["role"] == "user"), None)
+        if not places and first is not None:
+            places = [{"type": "image", "image": None} for _ in images]
+            first["content"] = [*places, *_split_at_marks(first["content"])]
+    has_numbers = bool(places) and all(isinstance(part["image"], int) for part in places)
+    order = [part["image"] if has_numbers else at for at, part in enumerate(places)]
+    if set(order) != set(range(len(images))):
+        raise RowFault(f"the messages have places for {len(places)} images, and the row has {len(images)}")
+    for part, index in zip(places, order, strict=True):
+        part["image"] = images[index]
+
+
+def _split_at_marks(text: str) -> list[dict[str, Any]]:
+    """The texts around the marks, and an image without a source for each mark."""
+    first, *others = text.split(IMAGE_MARK)
+    pieces: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for each in others:
+        pieces += [{"type": "image", "image": None}, {"type": "text", "text": each}]
+    return [piece for piece in pieces if is_image(piece) or piece["text"]]
 
 
 def has_image(messages: Any) -> bool:
     """Whether a conversation has an image. A prompt of plain text has none."""
-    if not isinstance(messages, list):
-        return False
-    contents = (message.get("content") for message in messages if hasattr(message, "get"))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(hasattr(part, "get") and str(part.get("type")) in IMAGE_TYPES for part in parts)
+    return bool(image_parts(messages))
 
 
 def first_row_with_image(rows: Sequence[Any], prompt_of: Callable[[int], Any]) -> int | None:

@@ -182,6 +182,78 @@ def _scaled(image: Image) -> Image:
     return images.fromarray(grey)
 
 
+# Images in messages.
+
+
+PART_TYPES = frozenset({"image", "image_url", "input_image"})
+"""Types of parts of messages that are images: Hugging Face's and Anthropic's, and two of OpenAI's."""
+_SOURCE_KEYS = ("image", "image_url", "input_image", "source", "path", "url", "base64", "data", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a conversation."""
+
+    message: int
+    """Number of its message, from 1."""
+    source: Any
+    """What `read_image` takes. None if the part only says that an image is here."""
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message is an image."""
+    return hasattr(part, "get") and str(part.get("type")) in PART_TYPES
+
+
+def source_of(part: Mapping[str, Any]) -> Any:
+    """What a part of a message holds or names, for `read_image`; None if the part only says that an image is here.
+
+    `{"type": "image_url", "image_url": {"url": …}}` is of OpenAI; that of Hugging Face has `image`, `path`, `url` or
+    `base64` beside its type, that of Anthropic `"source": {"type": "base64", "data": …}`.
+    """
+    value: Any = part
+    key = ""
+    for _ in range(3):  # objects in objects, as of OpenAI and Anthropic
+        if not isinstance(value, Mapping) or isinstance(value.get("bytes"), bytes):
+            break
+        key = next((name for name in _SOURCE_KEYS if value.get(name) is not None), "")
+        value = value.get(key)
+    # Only the key says that text is base64 and no path.
+    return f"data:;base64,{value}" if key in ("base64", "data") and isinstance(value, str) else value
+
+
+def image_parts(messages: Any) -> list[ImagePart]:
+    """The images of a conversation, in order. A prompt of plain text has none."""
+    if not isinstance(messages, list):
+        return []
+    contents = ((number, each.get("content")) for number, each in enumerate(messages, 1) if hasattr(each, "get"))
+    return [
+        ImagePart(number, source_of(part))
+        for number, content in contents
+        if isinstance(content, list)
+        for part in content
+        if is_image(part)
+    ]
+
+
+def read_images(messages: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None = None) -> list[Image]:
+    """The pixels of all images of a conversation, in order. The arguments are those of `read_image`.
+
+    Raises:
+        ImageFault: one of them cannot be used, or there are too many.
+    """
+    parts = image_parts(messages)
+    if len(parts) > limits.max_images:
+        raise ImageFault(f"the row has {len(parts)} images, and at most {limits.max_images} are read")
+    images = []
+    for part in parts:
+        try:
+            images.append(read_image(part.source, folder, limits, fetch))
+        except ImageFault as fault:
+            raise ImageFault(f"message {part.message}: {fault}") from None
+    return images
+
+
 # Where the bytes come from.
 
 

@@ -15,6 +15,7 @@ from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import renamed
 from prime_rl.trainer.sft.data.sources import load_rows, stream_rows
 from prime_rl.utils.conversations import Conversation, PlainText, RowFault, read_row
+from prime_rl.utils.images import ImageFault, ImageLimits, read_images
 
 ASKED = {"role": "user", "content": "q"}
 ANSWERED = {"role": "assistant", "content": "a"}
@@ -90,12 +91,112 @@ def test_parts_of_text_are_joined_as_in_inference() -> None:
         ({"conversations": [{"from": "narrator", "value": "q"}]}, "role 'narrator': known are .* others in data.roles"),
         ({"conversations": "[{"}, "conversations: not valid JSON"),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "message 1: function_call: not valid JSON"),
+        ({"messages": CHAT, "images": ["a.png"]}, "`images` has images: .*, name its column in data.columns"),
+        ({"messages": CHAT, "image": {"path": "a.png"}}, "`image` has images: only parts of text can be trained on"),
         ({"question": "q"}, "found question; expected `messages`, `conversations`, `instruction` and `output`"),
     ],
 )  # fmt: skip
 def test_what_was_found_and_what_was_expected_is_said(row: dict[str, Any], said: str) -> None:
     with pytest.raises(RowFault, match=said):
         read_row(row)
+
+
+# --- images
+
+
+IMAGE, OTHER = {"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}
+PLACE = {"type": "image"}
+
+
+def text(said: str) -> dict[str, str]:
+    return {"type": "text", "text": said}
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "expected"),
+    [
+        # OpenAI's chat and responses, Hugging Face's, Anthropic's.
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}, text("q")], {}, [IMAGE, text("q")]),
+        ([text("q"), {"type": "input_image", "image_url": "a.png"}], {}, [text("q"), IMAGE]),
+        ([IMAGE, text("q"), {"type": "image", "path": "b.png"}], {}, [IMAGE, text("q"), OTHER]),
+        ([{"type": "image", "url": "a.png"}, "q"], {}, [IMAGE, text("q")]),
+        ([{"type": "image", "base64": "aGk="}], {}, [{"type": "image", "image": "data:;base64,aGk="}]),
+        ([{"type": "image", "source": {"type": "base64", "data": "aGk="}}], {},
+         [{"type": "image", "image": "data:;base64,aGk="}]),
+        ([{"type": "image", "image": {"bytes": b"x", "path": "c"}}], {},
+         [{"type": "image", "image": {"bytes": b"x", "path": "c"}}]),
+        # TRL's places, in order or by number; without places, before the text.
+        ([PLACE, text("q"), PLACE], {"images": ["a.png", "b.png"]}, [IMAGE, text("q"), OTHER]),
+        ([{**PLACE, "index": 1}, {**PLACE, "index": 0}], {"images": ["a.png", "b.png"]}, [OTHER, IMAGE]),
+        ("q", {"images": ["a.png", "b.png"]}, [IMAGE, OTHER, text("q")]),
+        ("q", {"image": "a.png", "images": []}, [IMAGE, text("q")]),
+        # LLaVA's marks, also in a row of a CSV file.
+        ("<image>\nq", {"image": "a.png"}, [IMAGE, text("\nq")]),
+        ("is <image> as <image>?", {"images": '["a.png", "b.png"]'},
+         [text("is "), IMAGE, text(" as "), OTHER, text("?")]),
+        # No image: text as ever, and a mark without an image is text.
+        ([text("q"), text("r")], {"images": [None]}, "q\nr"),
+        ("<image> tags", {}, "<image> tags"),
+    ],
+)  # fmt: skip
+def test_images_of_every_format(content: Any, columns: dict[str, Any], expected: Any) -> None:
+    read = read_row({"messages": [{"role": "user", "content": content}, ANSWERED], **columns}, with_images=True)
+    assert isinstance(read, Conversation)
+    assert read.messages == [{"role": "user", "content": expected}, ANSWERED]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": CHAT, "images": ["a", "b"]} | {"messages": [{**ASKED, "content": [PLACE]}, ANSWERED]},
+         "the messages have places for 1 images, and the row has 2"),
+        ({"messages": [{**ASKED, "content": [PLACE]}, ANSWERED]}, "places for 1 images, and the row has 0"),
+        ({"messages": [{**ASKED, "content": [IMAGE]}, ANSWERED], "images": ["b"]}, "for 0 images, and the row has 1"),
+        ({"messages": [ASKED, {"role": "assistant", "content": [IMAGE]}]}, "message 2: an answer .* has an image"),
+        ({"messages": [{**ASKED, "content": [{"type": "audio"}]}]}, "message 1: a part of type 'audio'"),
+        ({"text": "t", "image": "a"}, "`image` has images: write messages"),
+        ({"prompt": "q", "completion": "a", "image": "a"}, "plain text, and the row has images: write messages"),
+        ({"messages": CHAT, "images": "[1"}, "`images`: not valid JSON"),
+    ],
+)  # fmt: skip
+def test_images_without_a_place_are_one_line(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(RowFault, match=said):
+        read_row(row, with_images=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_are_read_from_every_kind_of_file(tmp_path: Path, streaming: bool) -> None:
+    import datasets
+    from PIL import Image
+
+    path, part = tmp_path / "scans" / "a.png", {"type": "image", "image": "scans/a.png"}
+    path.parent.mkdir()
+    Image.new("RGB", (3, 2), "red").save(path)
+    rows = [{"messages": [{"role": "user", "content": [part, text("q")]}, ANSWERED]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    features = {
+        "images": datasets.List(datasets.Image()),
+        "prompt": datasets.Value("string"),
+        "response": datasets.Value("string"),
+    }
+    table = {"images": [[str(path)]], "prompt": ["q"], "response": ["a"]}
+    held = datasets.Dataset.from_dict(table, datasets.Features(features))
+    held.save_to_disk(str(tmp_path / "saved"))
+    held.to_parquet(str(tmp_path / "rows.parquet"))
+    for name in ("rows.jsonl", "saved", "rows.parquet"):
+        config = config_of(tmp_path / name)
+        row = next(stream_rows(config))() if streaming else load_rows(config)[0]
+        content = read_row(row, with_images=True)
+        assert isinstance(content, Conversation)
+        images = read_images(content.messages, content.folder, ImageLimits())
+        assert [(image.size, image.getpixel((0, 0))) for image in images] == [((3, 2), (255, 0, 0))], name
+        with pytest.raises(ImageFault, match="the row has 1 images, and at most 0 are read"):
+            read_images(content.messages, content.folder, ImageLimits(max_images=0))
+    path.unlink()
+    content = read_row(load_rows(config_of(tmp_path / "rows.jsonl"))[0], with_images=True)
+    assert isinstance(content, Conversation)
+    with pytest.raises(ImageFault, match=r"message 1: scans/a\.png: no such file in "):
+        read_images(content.messages, content.folder, ImageLimits())
 
 
 # --- names

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.data_files import Part
@@ -18,16 +19,18 @@ from prime_rl.utils.conversations import EXPECTED, FORMATS, WITH_EVERY_FORMAT, N
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *SIDES)
 
 
-def renamed(row: Row, config: RowFormatConfig) -> Row:
-    """A row under our names for its columns, for the keys of its messages, and for their roles."""
+def renamed(row: Row, config: RowFormatConfig, folder: Path = Path()) -> Row:
+    """A row under our names for its columns, for the keys of its messages, and for their roles.
+
+    `folder` is where its file lies.
+    """
     columns = config.columns
     if chosen := columns.of_rows:
         kept = {name: row[name] for name in (*WITH_EVERY_FORMAT, "margin") if name in row}
-        row = NamedRow({**kept, **{ours: row.get(theirs) for ours, theirs in chosen.items()}}, chosen)
-    if not (columns.role or columns.content or config.roles):
-        return row
-    theirs = row.theirs if isinstance(row, NamedRow) else {}
-    return NamedRow({name: _renamed_messages(name, value, config) for name, value in row.items()}, theirs)
+        row = {**kept, **{ours: row.get(theirs) for ours, theirs in chosen.items()}}
+    if columns.role or columns.content or config.roles:
+        row = {name: _renamed_messages(name, value, config) for name, value in row.items()}
+    return NamedRow(row, chosen, folder)
 
 
 def check_columns(part: Part, row: Row) -> None:

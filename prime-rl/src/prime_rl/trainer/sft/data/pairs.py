@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
-from prime_rl.utils.conversations import NamedRow, Row, RowFault, column_name, is_missing, listed
+from prime_rl.utils.conversations import (
+    IMAGE_COLUMNS,
+    WITH_EVERY_FORMAT,
+    NamedRow,
+    Row,
+    RowFault,
+    column_name,
+    is_missing,
+    listed,
+)
 from prime_rl.utils.terminal import cut_inside
 
 SIDES = ("chosen", "rejected")
@@ -188,7 +197,7 @@ def sides_of(row: Row) -> tuple[Row, Row]:
         shared = _shared_length(*answers)
         asked = [{"role": "user", "content": prompt}] if prompt and not shared else answers[0][:shared]
         prompt, answers = asked, [each[shared:] for each in answers]
-    with_every = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+    with_every = {name: row[name] for name in (*WITH_EVERY_FORMAT, *IMAGE_COLUMNS) if name in row}
     # Messages that answer with plain text: the prompt is a conversation, and so is the answer.
     kind = "response" if isinstance(prompt, list) and isinstance(answers[0], str) else "completion"
     theirs = row.theirs if isinstance(row, NamedRow) else {}

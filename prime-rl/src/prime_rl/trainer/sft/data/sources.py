@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -264,7 +265,7 @@ def prompt_of(row: Row) -> str:
     """
     try:
         is_preference = all(name in row for name in SIDES) or isinstance(row.get("label"), bool)
-        content = read_row(labelled_of(row)[0][0] if is_preference else row)
+        content = read_row(labelled_of(row)[0][0] if is_preference else row, with_images=True)
     except RowFault:
         return json.dumps(row, sort_keys=True, default=str)
     if isinstance(content, PlainText):
@@ -279,10 +280,11 @@ def prompt_of(row: Row) -> str:
 class RenamedRows(RowList):
     """Rows with the columns of `data.columns` and the roles of `data.roles` under our names."""
 
-    def __init__(self, rows: RowList, config: RowFormatConfig) -> None:
+    def __init__(self, rows: RowList, config: RowFormatConfig, folder: Path) -> None:
         super().__init__((), "")
         self.original = rows
         self.config = config
+        self.folder = folder
 
     def __len__(self) -> int:
         return len(self.original)
@@ -290,29 +292,29 @@ class RenamedRows(RowList):
     def __getitem__(self, index: int) -> Row:
         with _told():
             row = self.original[index]
-        return renamed(row, self.config)
+        return renamed(row, self.config, self.folder)
 
     def where(self, index: int) -> str:
         return self.original.where(index)
 
 
 def _load_part(part: Part) -> RowList:
-    rows = _load_rows(part)
+    loaded = _load_rows(part)
+    rows = loaded[0] if len(loaded) == 1 else JoinedRows(loaded)
     if len(rows) == 0:
         raise DataError(f"{part} has no rows")
-    check_columns(part, rows[0])
-    return RenamedRows(rows, part.format)
+    check_columns(part, next(each for each in loaded if len(each)).original[0])
+    return rows
 
 
-def _load_rows(part: Part) -> RowList:
+def _load_rows(part: Part) -> list[RenamedRows]:
     if part.is_saved:
-        return ColumnarRows(_load_saved(part), str(part))
+        return [RenamedRows(ColumnarRows(_load_saved(part), str(part)), part.format, _folder(part))]
     if not part.files:
-        return ColumnarRows(_load_from_hub(part, streaming=False), str(part))
+        rows = ColumnarRows(_undecoded(_load_from_hub(part, streaming=False)), str(part))
+        return [RenamedRows(rows, part.format, _folder(part))]
     with _told():
-        if len(part.files) == 1:
-            return read_file(part.files[0])
-        return JoinedRows([read_file(file) for file in part.files])
+        return [RenamedRows(read_file(file), part.format, file.parent) for file in part.files]
 
 
 @contextmanager
@@ -326,33 +328,42 @@ def _told() -> Iterator[None]:
 
 def _stream_part(part: Part) -> Iterator[StreamedRow]:
     count = 0
-    for reading in _readings(part):
+    for folder, reading in _readings(part):
         if count == 0:
             with _told():
                 check_columns(part, reading())
-        yield StreamedRow(partial(_renamed_reading, reading, part.format), reading.where)
+        yield StreamedRow(partial(_renamed_reading, reading, part.format, folder), reading.where)
         count += 1
     if count == 0:
         raise DataError(f"{part} has no rows")
 
 
-def _renamed_reading(reading: StreamedRow, config: RowFormatConfig) -> Row:
+def _renamed_reading(reading: StreamedRow, config: RowFormatConfig, folder: Path) -> Row:
     with _told():
         row = reading()
-    return renamed(row, config)
+    return renamed(row, config, folder)
 
 
-def _readings(part: Part) -> Iterator[StreamedRow]:
+def _readings(part: Part) -> Iterator[tuple[Path, StreamedRow]]:
+    """Each row, and the folder where paths of its images begin."""
     if part.is_saved:
         rows = ColumnarRows(_load_saved(part), str(part))
-        yield from (StreamedRow(partial(rows.__getitem__, at), rows.where(at)) for at in range(len(rows)))
+        for at in range(len(rows)):
+            yield _folder(part), StreamedRow(partial(rows.__getitem__, at), rows.where(at))
     elif not part.files:
-        stream = _load_from_hub(part, streaming=True)
-        yield from (StreamedRow(partial(without_fills, row), f"{part}, row {at}") for at, row in enumerate(stream))
+        stream = _load_from_hub(part, streaming=True).decode(False)
+        for at, row in enumerate(stream):
+            yield _folder(part), StreamedRow(partial(without_fills, row), f"{part}, row {at}")
     else:
         for file in part.files:
             with _told():
-                yield from stream_file(file)
+                for reading in stream_file(file):
+                    yield file.parent, reading
+
+
+def _folder(part: Part) -> Path:
+    """The folder of a dataset; of one of the hub, that in which the run starts."""
+    return Path(part.name) if part.is_saved else Path()
 
 
 def _load_saved(part: Part) -> Sequence[Row]:
@@ -361,10 +372,35 @@ def _load_saved(part: Part) -> Sequence[Row]:
 
     saved = datasets.load_from_disk(part.name)
     if isinstance(saved, datasets.Dataset):
-        return saved
+        return _undecoded(saved)
     if part.split not in saved:
         raise DataError(f"{part.key} = {part.name} has no split {part.split}; it has {', '.join(saved)}")
-    return saved[part.split]
+    return _undecoded(saved[part.split])
+
+
+class _Undecoded(Sequence[Row]):
+    """Rows of `datasets` whose images are bytes and paths. It would decode them itself, without limits."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.tables = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tables[index : index + 1].to_pylist(maps_as_pydicts="lossy")[0]
+
+
+def _undecoded(dataset: Any) -> Any:
+    return _Undecoded(dataset) if _has_images(dataset.features) else dataset
+
+
+def _has_images(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_has_images, feature))
+    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", None) or [])
 
 
 def _load_from_hub(part: Part, streaming: bool) -> Any:
