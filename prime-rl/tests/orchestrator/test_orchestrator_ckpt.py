@@ -10,6 +10,7 @@ from prime_rl.configs.ranges import AUTO, LATEST
 from prime_rl.orchestrator.ckpt import Checkpoints, Progress, remove_empty_broadcasts, remove_stale, restore
 from prime_rl.orchestrator.errors import OrchestratorError
 from prime_rl.orchestrator.run import weights_timeout_s
+from prime_rl.run.early_stop import History
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.contents import write_marker
 from prime_rl.utils.files import begin_directory, complete_directory, replacing_directory
@@ -38,10 +39,12 @@ def test_what_is_saved_comes_back(checkpoints: Checkpoints) -> None:
     assert restore(CheckpointConfig(), checkpoints, 4) == (saved, {"draws": 7})
 
 
-def test_progress_and_buffer_can_be_left_out(checkpoints: Checkpoints) -> None:
-    save(checkpoints, 4)
+def test_counters_and_buffer_can_be_left_out_and_evaluations_stay(checkpoints: Checkpoints) -> None:
+    history = History("eval/x/mean", higher_is_better=True, evaluations=[(2, 0.5), (4, 0.25)], entropies=[1.0])
+    checkpoints.save(Progress(4, 40, 8, 2, ledger_bytes=9, history=history, metrics_bytes=7), {"draws": 4})
     config = CheckpointConfig(skip_progress=True, skip_buffer=True)
-    assert restore(config, checkpoints, 4) == (Progress(step=4), None)
+    kept = Progress(step=4, ledger_bytes=9, history=history, metrics_bytes=7)
+    assert restore(config, checkpoints, 4) == (kept, None)
 
 
 def test_the_latest_step_is_the_trainers_latest_complete_one(checkpoints: Checkpoints) -> None:

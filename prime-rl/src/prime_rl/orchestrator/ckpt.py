@@ -12,7 +12,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,11 @@ def remove_empty_broadcasts(run: OrchestratorPaths) -> None:
 
 
 def restore(config: CheckpointConfig, checkpoints: Checkpoints, step: int) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the progress, and the buffer state unless `skip_buffer` is set. `skip_progress` keeps only the step."""
+    """Load the progress, and the buffer state unless `skip_buffer` is set. `skip_progress` starts the counters
+    again; evaluations stay, which decide what the best step is."""
     progress, buffer_state = checkpoints.load(step)
     if config.skip_progress:
-        progress = Progress(step=step, ledger_bytes=progress.ledger_bytes)
+        progress = replace(progress, total_tokens=0, total_samples=0, total_problems=0)
     return progress, None if config.skip_buffer else buffer_state
 
 

@@ -244,7 +244,9 @@ def records_of(out: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Three steps of a policy with adapters and a critic with all weights; the first trains the critic alone. The KL
-    divergence is in the rewards."""
+    divergence is in the rewards. Demonstrations begin with the second."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Is it measles?", "completion": "No."}\n' * 8)
     model = ModelConfig(name=str(tiny_model_dir), attn="sdpa", seq_len=512, lora=LoRAConfig(rank=4))
     settings = {
         "model": model,
@@ -252,6 +254,12 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
         "critic": {"warmup_steps": 1, "optim": {"lr": 3e-3}, "value_clip": 0.001},
         "minibatches": 2,
         "optim": {"lr": 1e-2, "weight_decay": 0.5},
+        "demonstrations": {
+            "data": {"name": str(rows), "batch_size": 1},
+            "weight": 0.1,
+            "final_weight": 0.02,
+            "anneal_steps": 2,
+        },
     }
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for out, ends in ((whole, [3]), (resumed, [2, 3])):
@@ -272,6 +280,8 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
     assert first["critic/explained_variance"] == 0
     assert second["critic/values/std"] > 0
     assert max(each["critic/is_clipped/mean"] for each in records) > 0, "the second minibatch meets other values"
+    assert "optim/grad_norm" not in first, "the warm-up computes no gradient of the policy"
+    assert [each["demonstrations/weight"] for each in records] == pytest.approx([0, 0.1, 0.06]), "0 in the warm-up"
     kls = [each["reference_kl/mean"] for each in records]
     assert kls[0] == pytest.approx(0, abs=1e-6), "the policy did not move between the minibatches of the first step"
     assert min(kls[1:]) > 1e-4

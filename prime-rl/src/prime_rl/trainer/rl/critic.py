@@ -78,10 +78,6 @@ class Critic:
     config: CriticConfig
     mesh: Mesh
 
-    def is_warming_up(self, step: int) -> bool:
-        """Whether only the critic is trained in this step."""
-        return step < self.config.warmup_steps
-
     @torch.no_grad()
     def with_advantages(self, rows: Sequence[Row]) -> tuple[list[Row], MetricValues]:
         """Return the rows of a step with advantages and `estimates`, and their metrics. Collective."""

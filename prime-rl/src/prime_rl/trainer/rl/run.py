@@ -42,7 +42,7 @@ from prime_rl.trainer.model.build import (
     setup_frozen,
     setup_model,
 )
-from prime_rl.trainer.model.tokenizer import check_tokenizer, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
@@ -229,7 +229,9 @@ class RLTrainer:
             with self.times("critic_values"):
                 rows, of_critic = critic.with_advantages(rows)
             values.extend(of_critic)
-        is_policy_trained = critic is None or not critic.is_warming_up(step)
+        warmup = 0 if critic is None else critic.config.warmup_steps
+        # Schedules of the policy begin with the first step that trains it.
+        is_policy_trained, policy_step = step >= warmup, step - warmup
         of_experts: dict[str, float] = {}
         with self.times("forward_backward"):
             for minibatch in self._minibatches(rows):
@@ -238,13 +240,15 @@ class RLTrainer:
                 limit = self.components.forward_backward.loss.max_second_moment
                 if limit is not None:
                     minibatch = self.components.forward_backward.with_second_moment(minibatch, limit)
-                weight = 1.0 if demonstrations is None else demonstrations.config.rl_weight_at(step)
+                weight = None
+                if is_policy_trained:
+                    weight = 1.0 if demonstrations is None else demonstrations.config.rl_weight_at(policy_step)
                 values.extend(self.components.forward_backward.run(minibatch, sizes[-1], weight))
                 if demonstrations is not None and is_policy_trained:
                     self.beats.say(f"step {step}: forward and backward, demonstrations")
-                    demonstrations.accumulate(self.components.state.policy.model, step)
-                grad_norms["optim"].append(self._update_weights("policy", is_policy_trained))
+                    demonstrations.accumulate(self.components.state.policy.model, policy_step)
                 if is_policy_trained:
+                    grad_norms["optim"].append(self._update_weights("policy"))
                     of_experts = self.components.state.policy.balanced()
                 if critic is not None:
                     values.extend(critic.run(minibatch))
@@ -267,7 +271,7 @@ class RLTrainer:
             # Before clipping, averaged over the step's optimizer updates.
             **{f"{name}/grad_norm": sum(norms) / len(norms) for name, norms in grad_norms.items()},
             **of_reference,
-            **({} if demonstrations is None else demonstrations.metrics(step if is_policy_trained else None)),
+            **({} if demonstrations is None else demonstrations.metrics(policy_step if is_policy_trained else None)),
             **of_experts,
             **{f"stats/{name}": value for name, value in recorded.items()},
         }
@@ -301,8 +305,8 @@ class RLTrainer:
         trained = self.components.state.trained.items()
         return {_PREFIXES[role]: float(each.scheduler.get_last_lr()[0]) for role, each in trained}
 
-    def _update_weights(self, role: Role, is_applied: bool = True) -> float:
-        """Clip the gradient, and apply it or, in the critic's warm-up, drop it. Returns its norm before clipping."""
+    def _update_weights(self, role: Role) -> float:
+        """Clip the gradient and apply it. Returns its norm before clipping."""
         trained, critic = self.components.state.trained[role], self.config.critic
         optim, key, whose = self.config.optim, "optim", ""
         if role == "critic" and critic is not None:
@@ -312,8 +316,7 @@ class RLTrainer:
             raise DivergedError(
                 f"the {whose}gradient of step {self.progress.step} is not finite: lower {key}.lr or check the rewards"
             )
-        if is_applied:
-            trained.optimizer.step()
+        trained.optimizer.step()
         trained.optimizer.zero_grad()
         return grad_norm
 
@@ -333,7 +336,7 @@ class RLTrainer:
             f"Entropy: {metrics.get('entropy/mean', NAN):.4f}",
             *(f"Demonstrations: {loss:.4f}" for loss in [metrics.get("demonstrations/loss")] if loss is not None),
             f"Mismatch KL: {metrics.get('mismatch_kl/mean', NAN):.4f}",
-            f"Grad. Norm: {metrics['optim/grad_norm']:.4f}",
+            f"Grad. Norm: {metrics.get('optim/grad_norm', NAN):.4f}",
             f"LR: {metrics['optim/lr']:.2e}",
             *speed_fields(metrics),
             f"Peak Mem.: {metrics['perf/peak_memory']:.1f} GiB",
@@ -480,6 +483,8 @@ def setup_components(
     )
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)
+    if demonstrations is not None:
+        check_embeddings(config.model, model, tokenizer)
     if config.enable_router_replay:
         check_routers(model)
     reference = setup_reference(config, model, mesh, products)

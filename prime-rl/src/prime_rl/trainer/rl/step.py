@@ -135,13 +135,22 @@ class ForwardBackward:
         self.process = mesh.process
         self.data_axis = mesh.data_axis
 
-    def run(self, rows: Sequence[Row], size: StepSize, weight: float = 1.0) -> MetricValues:
-        """Accumulate the gradient of `weight` x the mean loss in the parameters' `grad`, and return the metrics.
-        Collective."""
+    def run(self, rows: Sequence[Row], size: StepSize, weight: float | None = 1.0) -> MetricValues:
+        """Accumulate the gradient of `weight` x the mean loss in the parameters' `grad`, and return the metrics. None
+        computes no gradient. Collective."""
+        with torch.set_grad_enabled(weight is not None):
+            values = self._run(rows, size, weight)
+        if weight is None:
+            # Without a backward pass, the root's weights stay gathered.
+            assert isinstance(self.model, FSDPModule)
+            self.model.reshard()
+        return values
+
+    def _run(self, rows: Sequence[Row], size: StepSize, weight: float | None) -> MetricValues:
         values = MetricValues()
         divisor = size.divisor(self.loss)
         observation_coef = 0.0 if self.loss.penalties is None else self.loss.penalties.observation_coef
-        for row in trained_rows(self.model, rows, self.process):
+        for row in rows if weight is None else trained_rows(self.model, rows, self.process):
             targets, observed_O = self._targets(row), row.layout.observed_O
             if observation_coef > 0:
                 # Nobody sampled these tokens, so they have no temperature. Each is predicted at the one before.
@@ -177,8 +186,11 @@ class ForwardBackward:
                 observation_O = -logprobs.index_select(0, observed_O)
                 total = total + observation_coef * divisor / max(1, size.observed_tokens) * observation_O.sum()
                 values.add({"observation_loss": observation_O})
-            # FSDP averages over all processes, and those that share rows have equal gradients.
-            (total * (weight * self.data_axis.data_size / divisor)).backward()
+            if weight is None:
+                own_beats().tick()
+            else:
+                # FSDP averages over all processes, and those that share rows have equal gradients.
+                (total * (weight * self.data_axis.data_size / divisor)).backward()
             if losses is not None:
                 # Scaled so that the mean over all sequences is the loss of the update.
                 values.add({**losses.metrics, "loss": losses.losses_S * (size.sequences / divisor)})
