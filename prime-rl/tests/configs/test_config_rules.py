@@ -355,6 +355,14 @@ def test_the_data_given_stays_as_it_was() -> None:
     assert data == {"optim": {"lr": 1.0}, "ckpt": "None"}
 
 
+def test_a_filter_that_may_drop_every_rollout_is_told() -> None:
+    filtering = {"buffer": {"online_difficulty_filtering": True}}
+    with pytest.warns(ConfigWarning, match=r"rollouts_per_example is 1, and .* drops every rollout with reward 0 or 1"):
+        OrchestratorConfig.model_validate(filtering)
+    with warnings.catch_warnings(action="error"):
+        OrchestratorConfig.model_validate(filtering | {"rollouts_per_example": 2})
+
+
 def test_loading_warns_of_nothing_without_a_reason() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

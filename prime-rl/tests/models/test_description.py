@@ -7,18 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_cases import LEFT_OUT, Case, cases, tiny_config
 from model_table import outcomes_on
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from prime_rl.checks.engines import engine_faults
-from prime_rl.checks.model_description import CAUSAL_FAMILIES, SEPARABLE_FAMILIES, ModelDescription
+from prime_rl.checks.model_description import (
+    CAUSAL_FAMILIES,
+    PLAIN_LANGUAGE_PARTS,
+    SEPARABLE_FAMILIES,
+    UNDIVIDED_FAMILIES,
+    UNSCORED_FAMILIES,
+    UNTRAINED_FAMILIES,
+    ModelDescription,
+)
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.model import ModelConfig
+from prime_rl.trainer.model.lora import is_routed
+from prime_rl.trainer.model.tensor_parallel import plan_of_blocks
+from prime_rl.trainer.process.errors import ModelError
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/models.md is not part of an installed prime-rl")
@@ -46,6 +60,37 @@ def test_it_refuses_the_cases_that_the_page_says_are_refused(tmp_path: Path) -> 
 
 def test_it_knows_the_causal_families_of_transformers() -> None:
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == CAUSAL_FAMILIES
+
+
+def test_it_knows_the_families_without_a_class_for_rewards() -> None:
+    without = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).union(PLAIN_LANGUAGE_PARTS) - UNTRAINED_FAMILIES
+    assert without - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == UNSCORED_FAMILIES
+
+
+def test_it_refuses_to_divide_what_cannot_be_divided() -> None:
+    """Models without values, one of each family. Layers need a plan of Transformers, and experts a stack."""
+    families: dict[str, PretrainedConfig] = {}
+    for case in cases():
+        families.setdefault(tiny_config(case).model_type, tiny_config(case))
+    without_plan, without_stack, refused = set(), set(), set()
+    for family, config in families.items():
+        described = ModelDescription(config.to_dict())
+        if described.training_fault() is not None:
+            continue
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        try:
+            plan_of_blocks(model)
+        except ModelError:
+            without_plan.add(family)
+        if described.has_experts and not any(map(is_routed, model.modules())):
+            without_stack.add(family)
+            refused |= (
+                {family} if "no experts that can be" in (described.division_fault(ModelConfig(ep=2)) or "") else set()
+            )
+    assert without_plan == UNDIVIDED_FAMILIES
+    # The first layers of LFM2-MoE are dense, and its tiny model has no others.
+    assert refused == without_stack - {"lfm2_moe"}
 
 
 def test_a_family_that_reads_more_than_text_is_refused_unless_its_language_part_is_compared(tmp_path: Path) -> None:

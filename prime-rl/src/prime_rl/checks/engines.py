@@ -138,6 +138,17 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             f"model.name = {config.model.name}: the checkpoint has a vision tower and none of {', '.join(_PROCESSOR)}, "
             "which vLLM needs: set inference.model.language_model_only = true, or copy them from the hub"
         )
+    # vLLM 0.32 collects routes in its second model runner, which needs Triton, beside the blocks of its prefix cache.
+    if config.enable_return_routed_experts and (config.device == "cpu" or (start.is_here and not gpus_here())):
+        yield (
+            "enable_return_routed_experts (trainer.enable_router_replay): vLLM returns routed experts only on a GPU: "
+            'set backend = "embedded"'
+        )
+    if config.enable_return_routed_experts and config.enable_prefix_caching is False:
+        yield (
+            "enable_return_routed_experts (trainer.enable_router_replay): vLLM returns routed experts only with prefix "
+            "caching: remove enable_prefix_caching = false"
+        )
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield (
             f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}), which vLLM does not "

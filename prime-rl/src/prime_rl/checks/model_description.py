@@ -85,6 +85,30 @@ UNTRAINED_FAMILIES = frozenset(
 )
 """Causal families that the trainer refuses; docs/models.md has the reasons."""
 
+UNSCORED_FAMILIES = frozenset(
+    "afmoe apertus aria_text bamba bitnet codegen cohere cohere2 cohere2_moe cpmant cwm dbrx deepseek_v32 deepseek_v4 "
+    "dots1 emu3 ernie4_5 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo fuyu gemma3n gemma3n_text gemma4 "
+    "gemma4_text gemma4_unified gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_text glm_moe_dsa got_ocr2 "
+    "gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hy_v3 hy_v4 "
+    "hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4 mamba mamba2 mellum mimo_v2_flash minimax_m2 "
+    "minimax_m3_vl_text mllama moshi nanochat nemotron_h olmo_hybrid olmoe phi4_multimodal qwen2_5_vl_text "
+    "qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp qwen4_exp_text rwkv "
+    "solar_open trocr vaultgemma xglm youtu zaya bert-generation".split()
+)
+"""Families that are trained and of which Transformers has no class for sequence classification, as reward models and
+critics have it."""
+
+UNDIVIDED_FAMILIES = frozenset(
+    "afmoe bamba biogpt bitnet bloom codegen ctrl deepseek_v4 diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode "
+    "gpt_neo gpt_neox_japanese gpt_oss gptj granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense "
+    "hunyuan_v1_moe jamba jetmoe lfm2 lfm2_moe mamba mamba2 nemotron nemotron_h openai-gpt opt persimmon phimoe rwkv "
+    "stablelm xglm".split()
+)
+"""Families that are trained and for whose layers Transformers has no plan of tensor parallelism."""
+
+_UNROUTED_FAMILIES = frozenset(("doge", "jetmoe"))
+"""Mixtures whose experts are no stack that takes hidden states and each token's experts, as `model.ep` divides it."""
+
 _OWN_ATTENTION = frozenset(
     "biogpt bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt nemotron openai-gpt rwkv stablelm xglm "
     "xlstm".split()
@@ -193,16 +217,32 @@ class ModelDescription:
         counts = map(self.setting, EXPERT_COUNTS)
         return any(isinstance(count, list) or (isinstance(count, int) and count > 1) for count in counts)
 
+    def scoring_fault(self) -> str | None:
+        """Why the model cannot be a reward model or a critic; None if nothing in its config says so."""
+        if self.has_known_language_part:
+            return "a reward model of a checkpoint with several parts is not supported"
+        if self.family in UNSCORED_FAMILIES:
+            return f"Transformers has no class for a reward model of the type {self.family!r}"
+        if not self.class_name.endswith("ForSequenceClassification"):
+            return None
+        labels = len(self.config.get("id2label") or (0, 1))  # without an entry, there are Transformers' two
+        return None if labels == 1 else f"a classifier with {labels} labels, and a reward model has one"
+
     def division_fault(self, model: ModelConfig) -> str | None:
-        """Why processes cannot share heads as the `model` section says; None if nothing in this config says so."""
-        heads = next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "n_heads"))), None)
+        """Why processes cannot divide it as the `model` section says; None if nothing in this config says so."""
+        family, keys = self.language_part.get("model_type"), ("num_attention_heads", "n_head", "num_heads", "n_heads")
+        heads = next(filter(None, map(self.setting, keys)), None)
         sharing, text = product_of(model, "cp", "tp")
         if isinstance(heads, int) and heads % sharing:
             return f"{text} does not divide the {heads} attention heads of {self.class_name}"
         if model.ep > 1 and not any("expert" in key or "moe" in key for key in (*self.config, *self.language_part)):
             return f"model.ep = {model.ep} divides experts, and {self.class_name} has none"
+        if model.ep > 1 and family in _UNROUTED_FAMILIES:
+            return f"model.ep: {self.class_name} has no experts that can be divided: remove model.ep"
+        if model.tp > 1 and family in UNDIVIDED_FAMILIES:
+            return f"model.tp: Transformers has no plan to divide the layers of {self.class_name}: remove model.tp"
         experts = next((count for key in EXPERT_COUNTS if isinstance(count := self.setting(key), int)), None)
-        dividing, text = max(product_of(model, "ep"), product_of(model, "tp"))
+        dividing, text = product_of(model, "ep" if model.ep > 1 else "tp")
         if experts is not None and experts > 1 and experts % dividing:
             return f"{text} does not divide the {experts} experts of {self.class_name}"
         # Context parallelism repeats key-value heads where there are fewer.

@@ -12,7 +12,7 @@ from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.checks.start_dir import NotDownloaded, StartDir, looks_like_path
-from prime_rl.configs.model import ModelConfig, TokenizerConfig
+from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
 
@@ -31,6 +31,16 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
         if fault := fault or description.division_fault(model):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
+
+
+def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scored: bool = False) -> str | None:
+    """Why the model at `name` cannot be loaded beside the trained one of `model`, and divided alike.
+
+    `is_scored`: it is to have one value for each token, as critics and reward models do.
+    """
+    description = describe(name, start)
+    other = model.model_copy(update={"name": name, "debug": DebugModelConfig()})
+    return trained_model_fault(other, start) or (description.scoring_fault() if description and is_scored else None)
 
 
 def describe(name: str, start: StartDir) -> ModelDescription | None:
@@ -124,9 +134,18 @@ def _named(names: Sequence[str]) -> str:
     return f"{len(names)} weight{'s' if len(names) > 1 else ''} ({shown}{more})"
 
 
-def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDir) -> Iterator[str]:
-    """Faults of the tokenizer's folder and of its chat template. A model's own tokenizer shares the model's folder."""
+def tokenizer_faults(
+    config: TokenizerConfig, model: ModelConfig, start: StartDir, *, reads_rows: bool = True
+) -> Iterator[str]:
+    """Faults of the tokenizer's folder and of its chat template. A model's own tokenizer shares the model's folder.
+
+    `reads_rows`: the trainer tokenizes rows with it, for which the model needs an embedding of each token.
+    """
     name = config.name or model.name
+    description, texts = describe(model.name, start), _texts_by_id(_local_folder(name, start)) if reads_rows else {}
+    held = None if description is None else description.setting("vocab_size")
+    if texts and held and not config.add_tokens and (fault := embeddings_fault(model.name, held, max(texts) + 1)):
+        yield fault
     if start.find(name).is_dir():
         trusted = model.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
         if not trusted and not _has_any(start.find(name), _TOKENIZERS):
@@ -134,6 +153,16 @@ def tokenizer_faults(config: TokenizerConfig, model: ModelConfig, start: StartDi
     elif name != model.name and (fault := _no_folder(name, start)):
         yield f"tokenizer.name = {name}: {fault}"
     yield from template_faults("tokenizer.chat_template", config.chat_template, start)
+
+
+def embeddings_fault(model: str, held: int, needed: int) -> str | None:
+    """Why a model with `held` embeddings does not read the ids of a tokenizer, which needs more; None if it does."""
+    if needed <= held:
+        return None
+    return (
+        f"the tokenizer has token ids up to {needed - 1}, but model.name = {model} has embeddings for 0..{held - 1}; "
+        "to give it more, list the new tokens in tokenizer.add_tokens of SFT"
+    )
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from prime_rl.checks.model_files import (
     adapter_faults,
     describe,
     model_fault,
+    other_model_fault,
     other_token,
     rotary_choice,
     tokenizer_faults,
@@ -168,6 +169,9 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     adds_tokens = bool(config.tokenizer.add_tokens)
     untrained = list(_trained_faults("model.name", config.model, start, adds_tokens=adds_tokens))
     yield from untrained
+    description = describe(config.model.name, start) if config.component == "rm" and not untrained else None
+    if description is not None and (fault := description.scoring_fault()):
+        yield f"model.name = {config.model.name}: {fault}"
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
     yield from data_faults(config.datasets, start)
@@ -184,17 +188,29 @@ def _second_model_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     if isinstance(config, DPOConfig) and config.reference.name is not None:
         names["reference.name"] = config.reference.name
     for key, name in names.items():
-        yield from _same_tokenizer_faults(key, name, config.tokenizer.name or config.model.name, start)
+        ours = config.tokenizer.name or config.model.name
+        yield from _same_tokenizer_faults(key, name, ours, start, other_model_fault(name, config.model, start))
 
 
-def _same_tokenizer_faults(key: str, name: str, ours: str, start: StartDir) -> Iterator[str]:
-    """Faults of the model `name` that reads the tokens of `ours`."""
-    from prime_rl.checks.model_files import other_token
-
-    faults = list(_named_faults(key, name, start))
-    yield from faults
-    if not faults and (token := other_token(ours, name, start)):
+def _same_tokenizer_faults(key: str, name: str, ours: str, start: StartDir, fault: str | None) -> Iterator[str]:
+    """Faults of the model `name`, such as `fault`, that reads the tokens of `ours`."""
+    if fault is not None:
+        yield type(fault)(f"{key} = {name}: {fault}")
+    elif token := other_token(ours, name, start):
         yield f"{key} = {name}: its tokenizer differs from that of {ours}, first in token {token}"
+
+
+def _critic_faults(trainer: TrainerConfig, start: StartDir) -> Iterator[str]:
+    """Faults of the model that the critic starts from."""
+    assert trainer.critic is not None
+    if (name := trainer.critic.name) is not None:
+        ours = trainer.tokenizer.name or trainer.model.name
+        fault = other_model_fault(name, trainer.model, start, is_scored=True)
+        yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start, fault)
+        return
+    description = describe(trainer.model.name, start)
+    if description is not None and (fault := description.scoring_fault()):
+        yield f"trainer.critic.name: {fault}: {trainer.model.name}, so name another model"
 
 
 def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool) -> Iterator[str]:
@@ -226,10 +242,10 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     yield from untrained
     if trainer.enable_router_replay and not untrained:
         yield from _replay_faults(trainer.model.name, start)
-    yield from tokenizer_faults(trainer.tokenizer, trainer.model, start)
-    if trainer.critic is not None and (name := trainer.critic.name) is not None:
-        ours = trainer.tokenizer.name or trainer.model.name
-        yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start)
+    reads_rows = trainer.demonstrations is not None
+    yield from tokenizer_faults(trainer.tokenizer, trainer.model, start, reads_rows=reads_rows)
+    if trainer.critic is not None:
+        yield from _critic_faults(trainer, start)
     yield from data_faults(trainer.datasets, start)
     if trainer.loss.type == "custom":
         yield from _function_faults("trainer.loss.import_path", trainer.loss.import_path, start)

@@ -305,7 +305,8 @@ class CheckpointConfig(BaseConfig):
     evaluation then waits until the servers have the weights of its step."""
 
     skip_progress: bool = False
-    """Continue without the saved progress."""
+    """Count tokens, samples and problems from 0 again. The step, and the evaluations of `early_stop` and `keep_best`,
+    stay."""
 
     skip_buffer: bool = False
     """Continue without the saved buffer."""
@@ -498,7 +499,7 @@ class OrchestratorConfig(RootConfig):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults([*self._faults(), *self._teacher_faults(), *self._batching_faults(), *self._temperature_faults()])
-        for text in (*training_warnings(self.sampling), *self._advantage_warnings()):
+        for text in (*training_warnings(self.sampling), *self._advantage_warnings(), *self._filter_warnings()):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
 
@@ -643,6 +644,13 @@ class OrchestratorConfig(RootConfig):
             yield (
                 f"orchestrator.advantage: scale = 'group' with baseline = {config.baseline!r} makes large advantages "
                 "of groups whose rewards are almost equal; use baseline = 'group', or scale = 'batch'"
+            )
+
+    def _filter_warnings(self) -> Iterator[str]:
+        if self.rollouts_per_example == 1 and self.buffer.online_difficulty_filtering:
+            yield (
+                "rollouts_per_example is 1, and buffer.online_difficulty_filtering drops every rollout with reward 0 "
+                "or 1: if rewards have no other values, no batch is ever full; remove it, or set 2 or more"
             )
 
     def _batching_faults(self) -> Iterator[str]:

@@ -14,7 +14,10 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.checks.engines import engine_faults
 from prime_rl.checks.start import start_faults
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
 from prime_rl.inference.embedded.engine.engine import Engine
@@ -262,6 +265,20 @@ def test_rl_makes_the_engine_return_what_the_trainer_replays(folder_of) -> None:
         "dense": ["trainer.enable_router_replay: Qwen3ForCausalLM is no mixture of experts: remove it"],
         "qwen3_moe": [],
     }
+
+
+def test_routes_that_vllm_cannot_return_are_refused(folder_of) -> None:
+    for values, wanted in (
+        ({"device": "cpu"}, "vLLM returns routed experts only on a GPU"),
+        ({"device": "cpu", "enable_prefix_caching": False}, "vLLM returns routed experts only with prefix caching"),
+        ({"device": "cpu", "backend": "embedded", "enable_prefix_caching": False}, None),
+    ):
+        config = InferenceConfig.model_validate(
+            {"model": {"name": str(folder_of("qwen3_moe"))}, "enable_return_routed_experts": True, "backend": "vllm"}
+            | values
+        )
+        faults = [fault for fault in engine_faults(config, StartDir()) if "routed experts" in fault]
+        assert any(wanted in fault for fault in faults) if wanted else not faults
 
 
 def run_of(model: dict[str, Any]) -> dict[str, Any]:

@@ -490,7 +490,8 @@ def _attention_temporaries(training: Training) -> int:
     See `trainer/model/layouts.py`. The estimate is of a row that is one sequence: shorter ones need less.
     """
     shape, size, tp = training.shape, training.compute_bytes, training.model.tp
-    heads, kv_heads, length = shape.heads // tp, shape.kv_heads // tp, training.seq_len
+    # Of a model with fewer heads than processes, which is refused once its config is here.
+    heads, kv_heads, length = max(1, shape.heads // tp), max(1, shape.kv_heads // tp), training.seq_len
     if training.device == "cuda":
         return heads * training.row_tokens * (4 * shape.key_dim + 4)
     queries = min(length, BLOCK_QUERIES, max(1, BLOCK_SCORES // (heads * length)))

@@ -320,8 +320,8 @@ def setup_model(
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model_config, is_part = load_model_config(config)
-    kind = _reward_class(config, model_config, is_part) if is_scored else AutoModelForCausalLM
+    model_config, is_part = load_model_config(config, is_scored=is_scored)
+    kind = _reward_class(config, model_config) if is_scored else AutoModelForCausalLM
     added = _add_embeddings(model_config, embeddings, process)
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
@@ -435,7 +435,7 @@ def leave_dropout_out(model: nn.Module) -> None:
             module.eval()
 
 
-def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
+def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[PretrainedConfig, bool]:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Of a checkpoint of several parts, it is the config of the language part; the second value is True then.
@@ -452,7 +452,7 @@ def load_model_config(config: ModelConfig) -> tuple[PretrainedConfig, bool]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(load_error("model.name", config.name, error)) from error
     description = ModelDescription(model_config.to_dict())
-    if fault := description.parts_fault():
+    if fault := description.parts_fault() or (description.scoring_fault() if is_scored else None):
         raise ModelError(f"model.name = {config.name}: {fault}")
     if description.has_known_language_part:
         model_config = language_config(model_config)
@@ -604,20 +604,17 @@ def _build_blank(kind: Any, model_config: PretrainedConfig, options: dict[str, A
         return _in_one_dtype(kind.from_config(model_config, **options), options["dtype"])
 
 
-def _reward_class(config: ModelConfig, model_config: PretrainedConfig, is_part: bool) -> Any:
+def _reward_class(config: ModelConfig, model_config: PretrainedConfig) -> Any:
     """The automatic class of a reward model. Sets the number of its labels.
 
     Raises:
-        ModelError: Transformers has no such class for the model, or the checkpoint has several labels.
+        ModelError: Transformers has no such class for the model.
     """
-    where, kind = f"model.name = {config.name}", model_config.model_type
-    if is_part:
-        raise ModelError(f"{where}: a reward model of a checkpoint with several parts is not supported")
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model_config), None)
-    if found is None:
-        raise ModelError(f"{where}: Transformers has no class for a reward model of the type {kind!r}")
-    if is_classifier(model_config) and model_config.num_labels != 1:
-        raise ModelError(f"{where}: a classifier with {model_config.num_labels} labels, and a reward model has one")
+    if MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model_config), None) is None:
+        kind = model_config.model_type
+        raise ModelError(
+            f"model.name = {config.name}: Transformers has no class for a reward model of the type {kind!r}"
+        )
     model_config.num_labels = 1
     return AutoModelForSequenceClassification
 

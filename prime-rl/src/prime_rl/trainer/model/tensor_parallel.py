@@ -51,7 +51,7 @@ def divide_layers(model: PreTrainedModel, tp: DeviceMesh, process: Process) -> i
     Raises:
         ModelError: Transformers has no plan for the model, or one that is not supported, or a layer cannot be divided.
     """
-    plan = _plan_of_blocks(model)
+    plan = plan_of_blocks(model)
     divided = [(path, module, plan[key]) for path, module in model.named_modules() if (key := _generic(path)) in plan]
     for path, module, style in divided:
         _check_sizes(path, module, style, tp.size())
@@ -71,7 +71,7 @@ def divide_layers(model: PreTrainedModel, tp: DeviceMesh, process: Process) -> i
     return tp.size() if any("att" in path and style == "colwise" for path, style in plan.items()) else 1
 
 
-def _plan_of_blocks(model: PreTrainedModel) -> dict[str, str]:
+def plan_of_blocks(model: PreTrainedModel) -> dict[str, str]:
     """Styles of the modules in decoder blocks, by paths with `*` for the numbers of blocks."""
     name, blocks = type(model).__name__, decoder_blocks(model)
     (inside,) = (path for path, module in model.named_modules() if module is blocks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from transformers import AddedToken, AutoTokenizer, dynamic_module_utils
 
 from prime_rl.checks.chat_templates import read_template
+from prime_rl.checks.model_files import embeddings_fault
 from prime_rl.checks.start_dir import looks_like_path
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.process.errors import ModelError
@@ -17,7 +18,7 @@ from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import locked_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -47,6 +48,17 @@ def setup_tokenizer(config: TokenizerConfig, model_config: ModelConfig) -> PreTr
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     """How many embeddings a model needs for all ids. Added tokens may leave gaps between those in use."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_embeddings(config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that `model`, that of `config`, has an embedding for each token of rows.
+
+    Raises:
+        ModelError: the tokenizer has more tokens.
+    """
+    held = model.config.get_text_config().vocab_size
+    if fault := embeddings_fault(config.name, held, embeddings_needed(tokenizer)):
+        raise ModelError(fault)
 
 
 @contextmanager

@@ -25,14 +25,14 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_c
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
-from prime_rl.trainer.model.tokenizer import check_tokenizer, embeddings_needed, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_needed, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
 from prime_rl.trainer.preferences.objective import Preferences, Unpaired
 from prime_rl.trainer.preferences.reference import Reference
 from prime_rl.trainer.preferences.reward_model import Ranking
-from prime_rl.trainer.process.errors import CheckpointError, ModelError, exit_on_error
+from prime_rl.trainer.process.errors import CheckpointError, exit_on_error
 from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
@@ -157,8 +157,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         reference = Reference(config, compared, tokenizer, mesh, kept_in)
         reference.find(is_resumed=resume_step is not None)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
-    needed = embeddings_needed(tokenizer)
-    embeddings = needed if config.tokenizer.add_tokens else 0
+    embeddings = embeddings_needed(tokenizer) if config.tokenizer.add_tokens else 0
     is_scored = isinstance(objective, Ranking)
     if isinstance(objective, Distilled):
         teacher = objective.config.teacher
@@ -169,12 +168,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     model = setup_model(
         config.model, mesh, has_dropout=True, products=products, is_scored=is_scored, embeddings=embeddings
     )
-    vocab_size = model.config.get_text_config().vocab_size
-    if needed > vocab_size:
-        raise ModelError(
-            f"the tokenizer has token ids up to {needed - 1}, but model.name = {config.model.name} has embeddings for "
-            f"0..{vocab_size - 1}; to give it more, list the new tokens in tokenizer.add_tokens"
-        )
+    check_embeddings(config.model, model, tokenizer)
     if config.tokenizer.add_tokens and process.is_main:
         warn_of_frozen_embeddings(model)
     if is_scored:

@@ -1,0 +1,89 @@
+"""The start check of models beside the trained one, and of what a model and its tokenizer cannot do together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.checks import start_faults
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rm import RewardModelConfig
+from prime_rl.configs.sft import SFTConfig
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 16, "num_hidden_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixture": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, **HEADS},
+    "dense": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **HEADS},
+    "small": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **HEADS, "vocab_size": 2},
+    "parts": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {"model_type": "qwen3_vl_text", **HEADS},
+        "vision_config": {"model_type": "qwen3_vl"},
+    },
+    "granite": {"model_type": "granite", "architectures": ["GraniteForCausalLM"], **HEADS},
+    "classifier": {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], **HEADS},
+    "jetmoe": {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_local_experts": 4, **HEADS},
+}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": []}
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": 3} | config))
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return tmp_path
+
+
+def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path) -> None:
+    rows = {"name": str(folders / "rows.jsonl"), "seq_len": 8}
+
+    def sft(model: str, **values: Any) -> list[str]:
+        sizes = values.pop("sizes", {})
+        model_section = {"name": str(folders / model), **sizes}
+        return start_faults(SFTConfig.model_validate({"model": model_section, "data": rows, "device": "cpu", **values}))
+
+    def rl(model: str, *, sizes: dict[str, int] | None = None, **trainer: Any) -> list[str]:
+        values = {
+            "model": {"name": str(folders / model)},
+            "trainer": {"model": sizes or {}, **trainer},
+            "orchestrator": {"env": [{"id": "x"}], "client": {"base_url": ["http://localhost:1/v1"]}},
+            "deployment": {"num_infer_gpus": 0, "num_train_gpus": 2},
+        } | ({"algorithm": "ppo"} if "critic" in trainer else {})
+        faults = start_faults(RLConfig.model_validate(values))
+        return [fault for fault in faults if not fault.startswith("orchestrator.env")]
+
+    def rm(model: str) -> list[str]:
+        section = {"name": str(folders / model)}
+        return start_faults(RewardModelConfig.model_validate({"model": section, "data": rows, "device": "cpu"}))
+
+    dense, two_gpus = str(folders / "dense"), {"type": "single_node", "num_gpus": 2}
+    teacher, critic = {"distillation": {"teacher": dense}}, {"critic": {"name": dense}}
+    few = "the tokenizer has token ids up to 2, but model.name = {} has embeddings for 0..1"
+    assert sft("dense", **teacher) == []
+    assert rl("dense", critic={}) == []
+    assert rl("dense") == rl("small") == [], "RL without demonstrations tokenizes nothing"
+    for faults, wanted in (
+        (
+            sft("mixture", sizes={"ep": 2}, deployment=two_gpus, **teacher),
+            f"distillation.teacher = {dense}: model.ep = 2 divides experts, and Qwen3ForCausalLM has none",
+        ),
+        (sft("small"), few.format(folders / "small")),
+        (rl("small", demonstrations={"data": rows}), few.format(folders / "small")),
+        (rl("mixture", sizes={"ep": 2}, **critic), f"trainer.critic.name = {dense}: model.ep = 2 divides experts, and"),
+        (rl("parts", critic={}), "a reward model of a checkpoint with several parts is not supported"),
+        (rl("granite", critic={}), "Transformers has no class for a reward model of the type 'granite'"),
+        (rm("granite"), f"model.name = {folders / 'granite'}: Transformers has no class for a reward model"),
+        (rm("classifier"), "a classifier with 2 labels, and a reward model has one"),
+        (rl("jetmoe", sizes={"ep": 2}), "model.ep: JetMoeForCausalLM has no experts that can be divided"),
+        (rl("jetmoe", sizes={"tp": 2}), "model.tp: Transformers has no plan to divide the layers of JetMoeForCausalLM"),
+    ):
+        assert len(faults) == 1, faults
+        assert wanted in faults[0]
