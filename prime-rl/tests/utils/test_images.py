@@ -239,3 +239,108 @@ def test_pixels_of_every_mode_become_rgb(tmp_path: Path) -> None:
         40,
         20,
     )
+
+
+# --- DICOM
+
+
+def dicom(values: Any, **elements: Any) -> bytes:
+    """A file of one frame, with a name in it that no message may have."""
+    pydicom = pytest.importorskip("pydicom", reason="needs the extra dicom")
+    from pydicom.dataset import FileDataset, FileMetaDataset
+
+    values = np.asarray(values)
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = elements.pop("syntax", pydicom.uid.ExplicitVRLittleEndian)
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = "1.2.840.10008.5.1.4.1.1.1", "1.2.3.7654321"
+    dataset = FileDataset("", {}, file_meta=meta, preamble=bytes(128))
+    dataset.PatientName, dataset.PatientID = "Secret^Jane", "7654321"
+    dataset.Rows, dataset.Columns = values.shape[:2]
+    dataset.SamplesPerPixel = 1 if values.ndim == 2 else 3
+    dataset.PhotometricInterpretation = "MONOCHROME2" if values.ndim == 2 else "RGB"
+    if values.ndim == 3:
+        dataset.PlanarConfiguration = 0
+    dataset.BitsAllocated = dataset.BitsStored = 8 * values.itemsize
+    dataset.HighBit = dataset.BitsStored - 1
+    dataset.PixelRepresentation = int(np.issubdtype(values.dtype, np.signedinteger))
+    dataset.PixelData = values.tobytes()
+    for name, value in elements.items():
+        setattr(dataset, name, value)
+    file = io.BytesIO()
+    dataset.save_as(file, enforce_file_format=True)
+    return file.getvalue()
+
+
+STORED = np.array([[-1000, 0, 40, 400, 3000]], np.int16)
+
+
+def test_dicom_is_shown_as_the_file_says(tmp_path: Path) -> None:
+    """The reference is pydicom's windowing, or the formula of the standard in float64."""
+    pytest.importorskip("pydicom", reason="needs the extra dicom")
+    from pydicom.dataset import Dataset
+    from pydicom.encaps import encapsulate
+    from pydicom.pixels import apply_windowing
+
+    def greys(**elements: Any) -> list[int]:
+        image = read_image(dicom(STORED, **elements), tmp_path, LIMITS)
+        return [image.getpixel((x, 0))[0] for x in range(image.width)]  # type: ignore[index]
+
+    values = STORED[0].astype(np.float64)
+    full = [round((value + 1000) / 4000 * 255) for value in values]
+    assert greys() == greys(RescaleSlope="2", RescaleIntercept="-1024") == full
+    assert greys(PhotometricInterpretation="MONOCHROME1") == [255 - grey for grey in full]
+    window = {"WindowCenter": ["40", "300"], "WindowWidth": ["400", "1500"]}
+    for function in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
+        dataset = Dataset()
+        dataset.update({"PhotometricInterpretation": "MONOCHROME2", "BitsStored": 16, "PixelRepresentation": 1})
+        dataset.update({"VOILUTFunction": function, "RescaleSlope": 1, "RescaleIntercept": 0, **window})
+        expected = (apply_windowing(values, dataset) + 2**15) / (2**16 - 1) * 255
+        assert np.abs(np.array(greys(VOILUTFunction=function, **window)) - expected).max() <= 0.51, function
+    table = Dataset()
+    table.LUTDescriptor, table.LUTData = [4, 0, 8], struct.pack("<4H", 10, 20, 30, 255)
+    assert greys(VOILUTSequence=[table]) == [10, 10, 255, 255, 255]
+    colours = np.asarray(shapes())
+    assert read_image(dicom(colours), tmp_path, LIMITS).tobytes() == shapes().tobytes()
+    jpeg = saved(shapes(), "JPEG", quality=95)
+    held = {"syntax": "1.2.840.10008.1.2.4.50", "PhotometricInterpretation": "YBR_FULL_422"}
+    image = read_image(dicom(colours, PixelData=encapsulate([jpeg]), **held), tmp_path, LIMITS)
+    expected = np.asarray(Image.open(io.BytesIO(jpeg))).astype(int)
+    assert np.abs(np.asarray(image).astype(int) - expected).max() <= 2
+    bomb = encapsulate([saved(Image.new("RGB", (400, 20)), "JPEG")])
+    with pytest.raises(ImageFault, match="its DICOM and the compressed image in it have different sizes"):
+        read_image(dicom(colours, PixelData=bomb, **held), tmp_path, LIMITS)
+
+
+def test_a_broken_dicom_is_one_line_without_a_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = dicom(STORED)
+    broken = {
+        "cut": (whole[:-4], "its DICOM is damaged or not supported (ValueError)"),
+        "of_elements": (whole[:160], "its DICOM has no pixels, as a report has none"),
+        "bomb": (dicom(STORED, Rows=60_000, Columns=60_000), "60,000 x 60,000 pixels are more than 10,000"),
+        "film": (dicom(STORED, NumberOfFrames=30), "its DICOM has several frames"),
+        "palette": (
+            dicom(STORED, PhotometricInterpretation="PALETTE COLOR"),
+            "is neither grey of 8, 16 or 32 bits nor",
+        ),
+        "lossless": (
+            dicom(STORED, syntax="1.2.840.10008.1.2.4.70", PixelData=b"\xfe\xff\x00\xe0"),
+            "with JPEG Lossless",
+        ),
+        "deflated": (dicom(STORED, syntax="1.2.840.10008.1.2.1.99"), "its DICOM is deflated"),
+        "window": (dicom(STORED, WindowCenter="40", WindowWidth="0"), "has a window without a width"),
+        "values": (whole.replace(b"7654321", b"76\xff\x1b[2J"), ""),
+    }
+    for name, (content, expected) in broken.items():
+        (tmp_path / name).write_bytes(content)
+        if not expected:
+            read_image(name, tmp_path, LIMITS)  # a damaged identifier is not even read
+            continue
+        with pytest.raises(ImageFault) as caught:
+            read_image(name, tmp_path, LIMITS)
+        assert expected in str(caught.value), name
+        assert "Secret" not in str(caught.value)
+    shown = "".join([*capfd.readouterr(), caplog.text])
+    assert "Secret" not in shown
+    assert "7654321" not in shown

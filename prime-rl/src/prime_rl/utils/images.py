@@ -3,7 +3,8 @@
     read_image("scans/7.png", Path("data"), ImageLimits())
 
 Files are hostile until they are read: a small one may claim a billion pixels, hold a thousand layers or never end. The
-size that the header claims is checked before any pixel is decoded, and only six formats are decoded at all.
+size that the header claims is checked before any pixel is decoded, and only six formats are decoded at all, and DICOM
+with the extra `dicom` (`utils/dicom.py`).
 
 What happens to pixels:
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-KNOWN_FORMATS = "PNG, JPEG, WebP, BMP, GIF or TIFF"
+KNOWN_FORMATS = "PNG, JPEG, WebP, BMP, GIF, TIFF or DICOM"
 MOST_PIXELS = 178_956_970
 """Pillow refuses files above this number, whatever our limit is."""
 MOST_SCANS = 500
@@ -95,6 +96,10 @@ def decoded_image(content: bytes, limits: ImageLimits) -> Image:
         raise ImageFault("it is empty")
     if len(content) > limits.max_bytes:
         raise ImageFault(f"it has {size_text(len(content))}, and at most {size_text(limits.max_bytes)} are read")
+    if content.startswith(b"DICM", 128):
+        from prime_rl.utils.dicom import dicom_image
+
+        return dicom_image(content, limits.max_pixels).convert("RGB")
     from PIL import Image, UnidentifiedImageError
 
     # Of damaged metadata, Pillow warns on stderr, with the name of a file of its own.
@@ -351,7 +356,6 @@ _SIGNATURES = (
     (4, b"ftyphev", "HEIC"),
     (4, b"ftypmif", "HEIC"),
     (4, b"ftyp", "a video: write the frame that is meant to a PNG"),
-    (128, b"DICM", "DICOM"),
     (0, b"8BPS", "a Photoshop file"),
     (0, b"PK\x03\x04", "a ZIP archive"),
     (0, b"\x1f\x8b", "a gzip file"),
