@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,27 @@ def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
     trainer, engine = shared["components"]
     assert trainer["needed_bytes"] == alone["components"][0]["needed_bytes"]
     assert trainer["room_bytes"] == alone["components"][0]["room_bytes"] - engine["needed_bytes"]
+
+
+def test_an_fp8_cache_of_vllm_holds_more_tokens_and_what_is_not_counted_is_named(rl_toml: Path, model: Path) -> None:
+    words = (
+        "medarc_train",
+        "rl",
+        rl_toml,
+        "--model.name",
+        model,
+        "--gpu",
+        "80",
+        "--estimate",
+        "--inference.backend",
+        "vllm",
+    )
+    told = [
+        run(*words, "--inference.vllm", f"kv_cache_dtype={dtype},quantization=fp8").stdout for dtype in ("auto", "fp8")
+    ]
+    tokens = [int(re.search(r"key-value cache: ([\d,]+) tokens", each)[1].replace(",", "")) for each in told]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=1e-3)
+    assert all("not counted: vllm.quantization" in each for each in told)
 
 
 def test_nodes_of_their_own_share_nothing_and_a_trainer_that_needs_more_memory_gets_more_nodes(

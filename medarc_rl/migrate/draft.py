@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from medarc_rl.errors import UsageError
 from prime_rl.configs.surface.meanings import NEWER_VALUES, Version
-from prime_rl.configs.surface.renamed import NEWER, OLDER, SECTIONS_OF_RL, find_renamed, split_component
+from prime_rl.configs.surface.renamed import NEWER, OLDER, SECTIONS_OF_RL, find_renamed, is_current, split_component
 from prime_rl.configs.surface.root import ROOTS, unknown_counts
 from prime_rl.utils.pydantic_config.layers import Layer
-from prime_rl.utils.pydantic_config.schema import has_key
 from prime_rl.utils.tables import KeyPath, leaves
 
 Verdict = Literal["moved", "dropped", "not carried", "note", "fault"]
@@ -244,7 +243,7 @@ def versions_of(kind: str, settings: Mapping[KeyPath, Any]) -> set[Version]:
     versions: set[Version] = set()
     for path, value in settings.items():
         component, key = split_component(kind, ".".join(names(path)))
-        found = None if has_key(ROOTS[kind], names(path)) else find_renamed(component, key)
+        found = None if is_current(ROOTS[kind], kind, names(path)) else find_renamed(component, key)
         if found is not None and path[-1] not in IN_EVERY_VERSION:
             versions |= {"older"} if found[0] in OLDER else {"newer"} if found[0] in NEWER else set()
         if any(each.applies(f"{component}.{key}", value, ()) for each in NEWER_VALUES):

@@ -23,7 +23,7 @@ from medarc_rl.migrate.draft import Draft, Finding, Placed, Verdict, key_text, k
 from medarc_rl.migrate.text import Document, split_statements, write_layout
 from prime_rl.configs.surface.meanings import DEFAULTS, DIFFERENT, SAME_HERE, Version
 from prime_rl.configs.surface.not_built import NOT_BUILT, NotBuilt, unbuilt_faults
-from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, split_component
+from prime_rl.configs.surface.renamed import OLDER, SECTIONS_OF_RL, Renamed, find_renamed, is_current, split_component
 from prime_rl.configs.surface.root import ROOTS
 from prime_rl.utils.pydantic_config import BaseSettings, ConfigError, ConfigWarning
 from prime_rl.utils.pydantic_config.base import with_nulls
@@ -319,7 +319,7 @@ def carry_by_tables(draft: Draft) -> None:
             draft.drop(path, same.why)
         elif different is not None:
             draft.refuse(path, different.why, different.instead)
-        elif has_key(root, names(path)):
+        elif is_current(root, draft.kind, names(path)):
             draft.keep(path)
         else:
             _carry_renamed(draft, path, value)

@@ -185,17 +185,6 @@ NEWER: list[tuple[type, str, str | None]] = [
     (TrainerConfig, "gc.interval", "remove it"),
     (TrainerConfig, "matmul_precision", "remove it"),
     (TrainerConfig, "enable_token_export", "orchestrator.save_rollouts writes the rollouts"),
-    (InferenceConfig, "vllm.model", "use model.name"),
-    (RLConfig, "inference.vllm.tensor_parallel_size", "use inference.parallel.tp"),
-    (RLConfig, "inference.vllm.data_parallel_size", "use inference.parallel.dp"),
-    (RLConfig, "inference.vllm.max_model_len", "use inference.model.max_model_len"),
-    (RLConfig, "inference.vllm.enable_lora", "use inference.enable_lora"),
-    (RLConfig, "inference.vllm.gpu_memory_utilization", "use inference.gpu_memory_utilization"),
-    (
-        RLConfig,
-        "inference.vllm.max_num_seqs",
-        "`inference` passes options that it does not know to vLLM: --name value",
-    ),
     (InferenceConfig, "router.type", "one server is started; list several in orchestrator.client.base_url"),
     (
         RLConfig,
@@ -211,7 +200,6 @@ NEWER: list[tuple[type, str, str | None]] = [
     (SFTConfig, "deployment.num_train_nodes", "use deployment.num_nodes"),
     (SFTConfig, "deployment.num_infer_nodes", "the evaluation of sft runs on one node"),
     (SFTConfig, "deployment.num_eval_gpus", "use deployment.num_infer_gpus"),
-    (SFTConfig, "inference.vllm.model", "use inference.model.name"),
     (SFTConfig, "eval.sampling.max_completion_tokens", "use eval.sampling.max_tokens"),
     (SFTConfig, "renderer.name", "samples are rendered with the tokenizer's chat template"),
     (SFTConfig, "data.source.dataset", "use data.name (one dataset; several stand in [[data.sources]])"),
@@ -388,15 +376,12 @@ def test_a_table_of_another_version_is_answered_key_by_key(toml, faults) -> None
         "[trainer]\n[orchestrator.train]\n[[orchestrator.train.source]]\nratio = 1\nenv.taskset.id = 'x'\n"
         "[orchestrator.train.sampling]\nmax_completion_tokens = 9\ntemperature = 1\n"
         "[monitors.wandb]\nproject = 'p'\n[monitors.file]\n[env_vars]\nA = '1'\nB = '2'\n"
-        "[inference.vllm]\nmodel = 'm'\nquantization = 'q'\nmax_num_seqs = 9\n"
+        "[inference.vllm]\nmodel = 'm'\nquantization = 'q'\nmax_num_seqs = 9\nhost = 'x'\n"
     )
     source = "use orchestrator.env (training environments are [[orchestrator.env]] tables with `id` and `args`)"
-    passed_on = "`inference` passes options that it does not know to vLLM: --name value"
     assert sorted(faults(RLConfig, files=(file,))) == [
         f"{file}: env_vars: unknown key; set environment variables outside the config",
-        f"{file}: inference.vllm.max_num_seqs: unknown key; {passed_on}",
-        f"{file}: inference.vllm.model: unknown key; use inference.model.name",
-        f"{file}: inference.vllm.quantization: unknown key; {passed_on}",
+        f"{file}: inference.vllm: host cannot be set here: set server.host; model cannot be set here: set model.name",
         f"{file}: monitors.file: unknown key; remove it: metrics.jsonl is always written",
         f"{file}: monitors.wandb.project: unknown key; use wandb.project",
         f"{file}: orchestrator.train.sampling.max_completion_tokens: unknown key; use orchestrator.sampling.max_tokens",

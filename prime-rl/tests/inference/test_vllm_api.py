@@ -13,9 +13,11 @@ from .conftest import vllm_python
 pytestmark = pytest.mark.vllm
 
 SCRIPT = """
-import inspect, json
+import dataclasses, inspect, json
+import vllm.engine.arg_utils
 from argparse import Namespace
-from prime_rl.configs.inference import InferenceConfig
+from prime_rl.checks.engines import vllm_arguments_in
+from prime_rl.configs.inference import _NOT_THE_USERS, InferenceConfig, keys_by_vllm_name
 from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
 from prime_rl.inference.vllm.worker import CheckpointLoading
 from prime_rl.utils.pydantic_config import load_config
@@ -38,7 +40,7 @@ def engine(settings):
     args = vllm_arguments(load_config(InferenceConfig, [], settings), [], parser)
     made = AsyncEngineArgs.from_cli_args(args)
     return {name: getattr(made, name) for name in ("tensor_parallel_size", "data_parallel_size", "enable_sleep_mode",
-            "worker_extension_cls", "enable_prefix_caching", "gpu_memory_utilization")}
+            "worker_extension_cls", "enable_prefix_caching", "gpu_memory_utilization", *settings.get("vllm", {}))}
 
 own = {name for name in vars(CheckpointLoading) if not name.startswith("__")}
 known = {action.dest for action in parser._actions}
@@ -56,6 +58,10 @@ print(json.dumps({
     "reload_weights": parameters(GPUModelRunner.reload_weights),
     "split": engine({"parallel": {"tp": 2, "dp": 3}}),
     "sleeping": engine({"enable_sleep_mode": True, "gpu_memory_utilization": 0.6}),
+    "with_options": engine({"vllm": OPTIONS}),
+    "unread": sorted({each.name for each in dataclasses.fields(AsyncEngineArgs)}
+                     ^ vllm_arguments_in(inspect.getsource(vllm.engine.arg_utils)).keys()),
+    "not_theirs": sorted({*keys_by_vllm_name(), *_NOT_THE_USERS} - known),
     "platform": current_platform.device_type,
     "refused": refused,
     "native": sorted(WeightTransferEngineFactory._registry),
@@ -77,6 +83,16 @@ ENGINE = {
 }
 """What the routes call of vLLM's engine client, and the names that they pass."""
 
+OPTIONS = {
+    "max_num_seqs": 7,
+    "kv_cache_dtype": "fp8",
+    "max_num_batched_tokens": "16k",
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    "async_scheduling": False,
+    "cudagraph_capture_sizes": [1, 8],
+}
+"""Of `[inference.vllm]`: one of each kind."""
+
 NOT_VLLMS = ["may_sleep", "public_metrics", "weight_broadcast"]
 """Arguments that only our routes read."""
 
@@ -86,7 +102,7 @@ def vllm(served_model_dir) -> dict[str, Any]:
     python = vllm_python()
     if python is None:
         pytest.skip("needs vLLM: `bash .ci/make-vllm-env DIR`, and DIR/bin/python in PRIME_RL_VLLM_PYTHON")
-    script = f"ENGINE, MODEL = {list(ENGINE)!r}, {str(served_model_dir)!r}\n{SCRIPT}"
+    script = f"ENGINE, MODEL, OPTIONS = {list(ENGINE)!r}, {str(served_model_dir)!r}, {OPTIONS!r}\n{SCRIPT}"
     done = subprocess.run([python, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -110,6 +126,15 @@ def test_parallel_sizes_prefixes_and_sleep_mode_arrive(vllm) -> None:
     assert (vllm["split"]["tensor_parallel_size"], vllm["split"]["data_parallel_size"]) == (2, 3)
     assert (vllm["sleeping"]["enable_sleep_mode"], vllm["sleeping"]["gpu_memory_utilization"]) == (True, 0.6)
     assert not vllm["split"]["enable_sleep_mode"]
+
+
+def test_options_of_the_config_arrive_under_vllms_names(vllm) -> None:
+    assert {name: vllm["with_options"][name] for name in OPTIONS} == OPTIONS | {"max_num_batched_tokens": 16_000}
+
+
+def test_the_start_check_reads_exactly_vllms_engine_arguments_from_its_source(vllm) -> None:
+    assert vllm["unread"] == []
+    assert vllm["not_theirs"] == ["rope_scaling"]  # which is refused: not_built.py
 
 
 def test_the_cpu_build_refuses_sleep_mode(vllm) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+import json
+import re
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from prime_rl.checks.chat_templates import NAMED
+from prime_rl.checks.engines import engine_faults, vllm_arguments_in, vllm_option_faults
+from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig, ModelConfig
+from prime_rl.configs.rollouts.judges import JudgeConfig
 from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
+from prime_rl.utils.errors import ConfigError
 from prime_rl.utils.pydantic_config import load_config
 
 
@@ -18,7 +29,47 @@ def parser() -> ArgumentParser:
     made.add_argument("--max-model-len", type=int, default=77)
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--swap-space", type=float, default=4.0)
+    made.add_argument("--max-num-seqs", type=int)
+    made.add_argument("--speculative-config", type=json.loads)
+    made.add_argument("--async-scheduling", action=BooleanOptionalAction)
+    made.add_argument("--cudagraph-capture-sizes", type=int, nargs="+")
     return made
+
+
+ARGUMENTS = """
+@dataclass
+class EngineArgs:
+    model: str = ModelConfig.model
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_dtype: CacheDType = CacheConfig.cache_dtype
+    cpu_offload_gb: float = 0
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False
+    limit_mm_per_prompt: dict[str, int | dict[str, int]] = get_field(MultiModalConfig, "limit_per_prompt")
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+"""Laid out as in vLLM 0.32."""
+
+
+@pytest.fixture
+def faults_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], list[str]]:
+    """What the start check says of options, before a server of another interpreter starts."""
+    file = tmp_path / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(ARGUMENTS)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PRIME_RL_VLLM_PYTHON", str(python))
+
+    def faults(options: dict[str, Any]) -> list[str]:
+        config = load_config(InferenceConfig, [], {"backend": "vllm", "vllm": options})
+        return list(engine_faults(config, StartDir(), judges_model=False))
+
+    return faults
 
 
 def test_the_config_sets_arguments_and_leaves_the_rest_to_vllm() -> None:
@@ -47,6 +98,77 @@ def test_raw_options_override_the_config() -> None:
     config = load_config(InferenceConfig, [], {"seed": 5})
     args = vllm_arguments(config, ["--seed", "6", "--swap-space", "0"], parser())
     assert (args.seed, args.swap_space) == (6, 0.0)
+
+
+def test_every_kind_of_option_reaches_vllms_parser() -> None:
+    options = {
+        "max-num-seqs": 64,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "async_scheduling": False,
+        "cudagraph_capture_sizes": [1, 8],
+    }
+    config = load_config(InferenceConfig, [], {"vllm": options})
+    args = vllm_arguments(config, ["--swap-space", "0"], parser())
+    assert (args.max_num_seqs, args.speculative_config) == (64, options["speculative_config"])
+    assert (args.async_scheduling, args.cudagraph_capture_sizes, args.swap_space) == (False, [1, 8], 0.0)
+    assert vllm_arguments(config, ["--max-num-seqs", "6"], parser()).max_num_seqs == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        (
+            "max_num_seq",
+            8,
+            "vllm.max_num_seq: vLLM has no engine argument of this name: did you mean vllm.max_num_seqs?",
+        ),
+        (
+            "enforce_eage",
+            True,
+            "vllm.enforce_eage: vLLM has no engine argument of this name: did you mean model.enforce_eager?",
+        ),
+        ("zzz", 1, "vllm.zzz: vLLM has no engine argument of this name: see `vllm serve --help`"),
+        ("max_num_seqs", "many", "vllm.max_num_seqs = 'many': vLLM's max_num_seqs is int | None"),
+        ("max_num_seqs", True, "vllm.max_num_seqs = True: vLLM's max_num_seqs is int | None"),
+        ("async_scheduling", 1, "vllm.async_scheduling = 1: vLLM's async_scheduling is bool | None"),
+        ("cpu_offload_gb", 4, None),
+        ("max_num_batched_tokens", "16k", None),
+        ("kv_cache_dtype", "fp8", None),  # a type of vLLM's own, which its parser checks
+        ("limit_mm_per_prompt", {"image": 0}, None),
+        ("enable_log_requests", True, None),
+    ],
+)
+def test_an_option_is_checked_before_the_start_without_importing_vllm(faults_of, name, value, fault) -> None:
+    assert faults_of({name: value}) == ([fault] if fault else [])
+
+
+def test_a_layout_that_is_not_known_leaves_the_check_to_vllm() -> None:
+    assert list(vllm_option_faults({"zzz": 1}, vllm_arguments_in("class Arguments:\n    zz: int"))) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"tensor-parallel-size": 2}, "tensor_parallel_size cannot be set here: set parallel.tp"),
+        ({"seed": 2, "model": "x"}, "model cannot be set here: set model.name; seed cannot be set here: set seed"),
+        ({"worker_extension_cls": "x.y"}, "ours loads the trainer's weights"),
+        ({"hf_token": "x"}, "export HF_TOKEN"),
+        ({"pipeline_parallel_size": 2}, "parallel.tp x parallel.dp GPUs"),
+        ({"speculative_config": {"since": date(2026, 1, 1)}}, "vLLM reads JSON"),
+    ],
+)
+def test_an_option_that_we_set_is_refused_with_our_key(options, advice) -> None:
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        load_config(InferenceConfig, [], {"vllm": options})
+
+
+def test_a_judge_has_the_same_options() -> None:
+    engine = {"vllm": {"max_num_seqs": 8}, "tp": 1}
+    judge = JudgeConfig.model_validate({"model": "x", "engine": engine})
+    assert judge.server("cpu").vllm == {"max_num_seqs": 8}
+    for name, advice in (("dtype", "set engine.dtype"), ("seed", "follows from the judge's other keys")):
+        with pytest.raises(ValidationError, match=f"{name} cannot be set here: .*{advice}"):
+            JudgeConfig.model_validate({"model": "x", "engine": {"vllm": {name: 1}}})
 
 
 @pytest.mark.parametrize(

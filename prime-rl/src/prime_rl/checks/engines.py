@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from prime_rl.checks.model_files import context_length, describe
 from prime_rl.checks.start_dir import NotInstalled, StartDir, gpus_here
-from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.inference import InferenceConfig, keys_by_vllm_name
 
 Backend = Literal["vllm", "embedded"]
 
@@ -30,6 +32,7 @@ VLLM_ONLY = (
     "enable_eplb",
     "all2all_backend",
     "enable_sleep_mode",
+    "vllm",
 )
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files that describe how a checkpoint with a vision tower reads images; each checkpoint has one of them or both."""
@@ -127,6 +130,8 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: Permission denied"
         elif python is None and start.has_our_packages:
             yield NotInstalled(no_vllm())
+    if config.vllm and (file := _vllm_arguments_file(start)) is not None:
+        yield from vllm_option_faults(config.vllm, vllm_arguments_in(file.read_text(encoding="utf-8")))
     folder, description = start.find(config.model.name), describe(config.model.name, start)
     has_tower = folder.is_dir() and description is not None and description.has_known_language_part
     if (
@@ -154,6 +159,62 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             f"max_cpu_loras ({config.max_cpu_loras}) is below max_loras ({config.max_loras}), which vLLM does not "
             "accept: raise it"
         )
+
+
+_ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+"""Classes of `vllm/engine/arg_utils.py` whose fields are vLLM's engine arguments."""
+_TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "set": list, "dict": dict}
+"""Types of a value in a config, by the word in an annotation."""
+
+
+def vllm_arguments_in(source: str) -> dict[str, str]:
+    """vLLM's engine arguments and their types, from the text of its `engine/arg_utils.py`: an import takes seconds.
+
+    Empty if the file is laid out differently; then vLLM itself judges names and values at the server's start.
+    """
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for each in classes
+        if each.name in _ARGUMENT_CLASSES
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def vllm_option_faults(options: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[str]:
+    """One line for each of a config's options that is no engine argument of vLLM, or has a value of another type."""
+    for name, value in options.items():
+        if known and name not in known:
+            ours = {each: f"vllm.{each}" for each in known} | keys_by_vllm_name()
+            near = get_close_matches(name, ours, 1)
+            advice = f"did you mean {ours[near[0]]}?" if near else "see `vllm serve --help`"
+            yield f"vllm.{name}: vLLM has no engine argument of this name: {advice}"
+        elif known and not _may_hold(known[name], value):
+            yield f"vllm.{name} = {value!r}: vLLM's {name} is {known[name]}"
+
+
+def _may_hold(annotation: str, value: Any) -> bool:
+    """Whether a value may be of the type; types that vLLM defines itself may hold anything."""
+    plain = [part.strip().partition("[")[0] for part in annotation.strip("'").split("|")]
+    kinds = [_TYPES.get(name) for name in plain if name != "None"]
+    if None in kinds:
+        return True
+    if isinstance(value, str) and value[:1].isdecimal() and "int" in plain:
+        return True  # vLLM reads 16k as an integer
+    is_flag = isinstance(value, bool)
+    return any(kind is bool if is_flag else isinstance(value, kind) for kind in kinds if kind is not None)
+
+
+def _vllm_arguments_file(start: StartDir) -> Path | None:
+    """The file that defines vLLM's engine arguments where the server will run, if this machine can see it."""
+    folders = []
+    if start.has_our_packages and (spec := importlib.util.find_spec("vllm")) is not None:
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    elif (python := vllm_python()) is not None:
+        folders = [*start.find(python).parent.parent.glob("lib/python3*/site-packages/vllm")]
+    files = (folder / "engine" / "arg_utils.py" for folder in folders)
+    return next(filter(Path.is_file, files), None)
 
 
 def _at(config: InferenceConfig, key: str) -> Any:

@@ -1,9 +1,12 @@
 """The inference server: root of `inference`, and `[inference]` and `[teacher_inference]` of `rl`."""
 
+import json
 from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.ranges import Count, NaturalSeed, Processes
 from prime_rl.configs.shared import BaseModelConfig, Device
@@ -101,6 +104,36 @@ class ModelConfig(BaseModelConfig):
         return next((parser for prefix, parser in _TOOL_CALL_PARSERS if self.name.startswith(prefix)), None)
 
 
+_ONE_SERVER = "a server runs on parallel.tp x parallel.dp GPUs of one node"
+_NOT_THE_USERS = {
+    "worker_extension_cls": "ours loads the trainer's weights",
+    "weight_transfer_config": "weight_broadcast.type says how weights arrive",
+    "logprobs_mode": "the trainer needs log-probabilities of the distribution that was sampled from",
+    "max_logprobs": "the server's routes have a limit of their own",
+    "served_model_name": "requests name the model as model.name does",
+    "hf_token": "a config is written to the run's directory: export HF_TOKEN",
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "device_ids"), _ONE_SERVER),
+}
+"""Engine arguments of vLLM that a config cannot set, and why."""
+
+
+def checked_vllm_options(options: dict[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
+    """Engine arguments of vLLM, with underscores in their names. `ours` says of arguments that we set what to do.
+
+    Raises:
+        ValueError: we set an argument, or its value is no JSON.
+    """
+    options = {name.replace("-", "_"): value for name, value in options.items()}
+    taken = {**ours, **_NOT_THE_USERS}
+    if faults := [f"{name} cannot be set here: {taken[name]}" for name in sorted(options.keys() & taken.keys())]:
+        raise ValueError("; ".join(faults))
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise ValueError(f"vLLM reads JSON ({error})") from error
+    return options
+
+
 class WeightBroadcastConfig(BaseConfig):
     """How new weights reach the server."""
 
@@ -172,6 +205,15 @@ class InferenceConfig(RootConfig):
     backend: Literal["auto", "vllm", "embedded"] = "auto"
     """The engine. `auto` is vLLM if it is installed and a GPU is visible; otherwise the embedded engine."""
 
+    vllm: dict[str, Any] = Field({})
+    """More engine arguments of vLLM, by its own names: `max_num_seqs = 64`, `kv_cache_dtype = "fp8"`,
+    `speculative_config = { method = "ngram", num_speculative_tokens = 4 }`. Those that other keys set are refused."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _check_vllm(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return checked_vllm_options(options, {name: f"set {key}" for name, key in keys_by_vllm_name().items()})
+
     @model_validator(mode="after")
     def _raise_lora_rank(self) -> Self:
         if self.max_lora_rank is not None:
@@ -200,11 +242,25 @@ class InferenceConfig(RootConfig):
 
     def to_vllm(self) -> Namespace:
         """These settings under the names of vLLM's own arguments."""
-        ours = {"toml_files", "server", "model", "parallel", "weight_broadcast", "device", "backend"}
-        model = self.model.model_dump()
-        values = {name: getattr(self, name) for name in type(self).model_fields if name not in ours}
-        values |= {"host": self.server.address, "port": self.server.port, "model": model.pop("name"), **model}
-        values |= {"tensor_parallel_size": self.parallel.tp, "data_parallel_size": self.parallel.dp}
-        values["logprobs_mode"] = "processed_logprobs"
+        values: dict[str, Any] = {}
+        for name, key in keys_by_vllm_name().items():
+            table, _, leaf = key.rpartition(".")
+            values[name] = getattr(getattr(self, table) if table else self, leaf)
+        values |= {"host": self.server.address, "logprobs_mode": "processed_logprobs"}
         dropped = {name for name in ("reasoning_parser", "rope_scaling", "chat_template") if values[name] is None}
         return Namespace(**{name: value for name, value in values.items() if name not in dropped})
+
+
+@cache
+def keys_by_vllm_name() -> Mapping[str, str]:
+    """Keys of `[inference]` that set an argument of vLLM, by the argument's name."""
+    not_arguments = {"toml_files", "server", "model", "parallel", "weight_broadcast", "device", "backend", "vllm"}
+    return {
+        **{name: name for name in InferenceConfig.model_fields if name not in not_arguments},
+        **{name: f"model.{name}" for name in ModelConfig.model_fields if name != "name"},
+        "model": "model.name",
+        "host": "server.host",
+        "port": "server.port",
+        "tensor_parallel_size": "parallel.tp",
+        "data_parallel_size": "parallel.dp",
+    }

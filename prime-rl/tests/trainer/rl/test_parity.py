@@ -92,6 +92,19 @@ def test_a_penalty_of_the_config_is_named_as_the_cause(scorer, mesh, tmp_path) -
         assert "tied head" not in str(caught.value)
 
 
+def test_engine_arguments_of_the_run_are_named_beside_what_they_cost(scorer, mesh, tmp_path, caplog) -> None:
+    file = tmp_path / "inference.toml"
+    file.write_text("[vllm]\nkv_cache_dtype = 'fp8'\n")
+    row = row_of(scorer, 0)
+    options = r"with inference.vllm = {'kv_cache_dtype': 'fp8'}"
+    with caplog.at_level("INFO"):
+        ParityGate(ParityConfig(), mesh, inference_config=file).check([row], scorer, version=0)
+    assert caplog.messages[-1].endswith(options)
+    row = dataclasses.replace(row, inference_logprobs=row.inference_logprobs - 1)
+    with pytest.raises(TrainerError, match=f"differ by 1 .* {options}, more than parity"):
+        ParityGate(ParityConfig(), mesh, inference_config=file).check([row], scorer, version=0)
+
+
 def test_nan_stops_the_run(scorer, mesh) -> None:
     row = row_of(scorer, 0)
     row = dataclasses.replace(row, inference_logprobs=torch.full_like(row.inference_logprobs, torch.nan))

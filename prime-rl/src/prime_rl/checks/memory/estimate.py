@@ -153,6 +153,8 @@ class Serving:
 
     is_packed: bool = False
     """The embedded engine keeps a second copy of the blocks' matrices, as its kernels for CPUs read them."""
+    cache_bytes: int = 0
+    """Size of one value in the key-value cache. 0 is `weight_bytes`."""
 
     @property
     def weights(self) -> int:
@@ -162,11 +164,11 @@ class Serving:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token, in all layers."""
-        shape = self.shape
+        shape, value_bytes = self.shape, self.cache_bytes or self.weight_bytes
         if rank := shape.config.get("kv_lora_rank") if self.engine == "vllm" else None:
-            return int(shape.layers * (rank + shape.config.get("qk_rope_head_dim", 0)) * self.weight_bytes)
+            return int(shape.layers * (rank + shape.config.get("qk_rope_head_dim", 0)) * value_bytes)
         heads = -(-shape.kv_heads // self.tp)
-        return shape.layers * heads * (shape.key_dim + shape.value_dim) * self.weight_bytes
+        return shape.layers * heads * (shape.key_dim + shape.value_dim) * value_bytes
 
     @property
     def sequences(self) -> int:
@@ -436,6 +438,7 @@ def _engine(
         inference.parallel.dp,
         has_graphs=is_vllm and device == "cuda" and not inference.model.enforce_eager,
         is_packed=device == "cpu" and not is_vllm and _is_packed(shape),
+        cache_bytes=1 if str(inference.vllm.get("kv_cache_dtype")).startswith("fp8") else 0,
     )
     reserve = CUDA_BYTES if device == "cuda" else PROCESS_BYTES
     fixed = {"weights": serving.weights, "working": serving.working, "reserve": reserve}
@@ -453,8 +456,15 @@ def _engine(
         {**fixed, "cache": cache},
         allowed,
         cache - serving.one_sequence,
-        _cache_notes(serving, cache),
+        [*_cache_notes(serving, cache), *_uncounted(inference)],
     )
+
+
+def _uncounted(inference: InferenceConfig) -> Iterator[str]:
+    """Options of vLLM that change its memory in ways that are not known here."""
+    named = ("quantization", "speculative_config", "cpu_offload_gb", "kv_cache_memory_bytes", "max_num_batched_tokens")
+    if found := [f"vllm.{name}" for name in named if name in inference.vllm]:
+        yield f"not counted: {', '.join(found)}"
 
 
 def _frozen(models: Sequence[FrozenModel], shapes: OtherShapes, gpu: Gpu | None, device: Device) -> Iterator[Component]:

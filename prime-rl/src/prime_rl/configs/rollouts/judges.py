@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.inference import InferenceConfig, checked_vllm_options, keys_by_vllm_name
 from prime_rl.configs.ranges import Count, Processes, Seconds, WholeNumber
 from prime_rl.configs.shared import Device, Url
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -63,6 +63,16 @@ class JudgeEngineConfig(BaseConfig):
 
     trust_remote_code: bool = False
     """Run code that comes with the model or its tokenizer."""
+
+    vllm: dict[str, Any] = Field({})
+    """More engine arguments of vLLM, by its own names, as in `[inference.vllm]`."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _check_vllm(cls, options: dict[str, Any]) -> dict[str, Any]:
+        leaves = {name: key.rpartition(".")[2] for name, key in keys_by_vllm_name().items()}
+        own = {name: f"set engine.{leaf}" for name, leaf in leaves.items() if leaf in cls.model_fields}
+        return checked_vllm_options(options, dict.fromkeys(leaves, "it follows from the judge's other keys") | own)
 
 
 class JudgeConfig(BaseConfig):
@@ -151,7 +161,7 @@ class JudgeConfig(BaseConfig):
         """The config of its server, in a run on `device`."""
         engine = self.engine.model_dump()
         tp = engine.pop("tp")
-        own = {name: engine.pop(name) for name in ("backend", "gpu_memory_utilization")}
+        own = {name: engine.pop(name) for name in ("backend", "gpu_memory_utilization", "vllm")}
         return InferenceConfig.model_validate(
             {
                 "model": {"name": self.model, **engine},

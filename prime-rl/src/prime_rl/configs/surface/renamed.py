@@ -5,6 +5,7 @@ Two readers: the hint for an unknown key, and `medarc_train migrate`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -244,6 +245,8 @@ NEWER: tuple[Renamed, ...] = (
             "tool_call_parser",
             "reasoning_parser",
             "trust_remote_code",
+            "chat_template",
+            "language_model_only",
         )
     ),
     *(
@@ -260,10 +263,11 @@ NEWER: tuple[Renamed, ...] = (
             "enable_expert_parallel",
             "all2all_backend",
             "enable_eplb",
+            "enable_sleep_mode",
+            "enable_return_routed_experts",
         )
     ),
     _removed("inference.vllm.rope_scaling", "set it in the model's config.json"),
-    _removed("inference.vllm", "`inference` passes options that it does not know to vLLM: --name value"),
     _removed("inference.router", "one server is started; list several in orchestrator.client.base_url"),
     _removed("inference.deployment", "one server is started; its GPUs are deployment.num_infer_gpus of rl"),
     _removed("inference.kv_cache_offload"),
@@ -471,6 +475,19 @@ def split_component(component: str, key: str) -> tuple[str, str]:
     if component in SFT_COMMANDS and rest and head == "inference":
         return head, rest
     return component, key
+
+
+_EXACT = frozenset(entry.old for entry in RENAMED)
+
+
+def is_current(root: Section, component: str, path: Sequence[str]) -> bool:
+    """Whether `root`, the config of `component`, has a key, and no other one replaces it.
+
+    Every key exists inside a dict, but `[inference.vllm]` refuses the names that other keys set.
+    """
+    owner, key = split_component(component, ".".join(path))
+    parts = [owner, *key.split(".")]
+    return has_key(root, path) and not any(".".join(parts[:length]) in _EXACT for length in range(2, len(parts) + 1))
 
 
 def find_renamed(component: str, key: str) -> tuple[Renamed, str] | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, NoReturn
 
 from prime_rl.checks.chat_templates import model_template, read_template, tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
@@ -21,7 +25,9 @@ WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 def vllm_arguments(
     config: InferenceConfig, extras: list[str], parser: ArgumentParser, template: str | None = None
 ) -> Namespace:
-    """Build the argument namespace for vLLM's server. `extras` are raw vLLM options, which override the config.
+    """Build the argument namespace for vLLM's server.
+
+    vLLM's parser reads the config's own `[vllm]`, then `extras`: raw options, which override the config.
 
     `template` is the model's own chat template, if it is known: it decides how tool calls are parsed.
 
@@ -43,7 +49,22 @@ def vllm_arguments(
         "public_metrics": config.server.public_metrics,
         "may_sleep": config.enable_sleep_mode,
     }
-    return parser.parse_args(extras, namespace=Namespace(**values))
+    return parser.parse_args([*_words(config.vllm, parser), *extras], namespace=Namespace(**values))
+
+
+def _words(options: Mapping[str, Any], parser: ArgumentParser) -> Iterator[str]:
+    """Engine arguments as words of vLLM's command line, whose parser checks the values. Tables become JSON."""
+    known = {action.dest: action for action in parser._actions}  # argparse has no public list
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name not in known:
+            parser.error(f"[vllm] {name}: vLLM has no such option")
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        elif isinstance(value, list) and known[name].nargs is not None:
+            yield from (flag, *map(str, value))
+        else:
+            yield f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 PLUGIN_NAME = "prime_rl"
@@ -75,7 +96,14 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         return 1
     cli_env_setup()
     template = model_template(config.model.name) if config.model.tool_call_parser == "auto" else None
-    args = vllm_arguments(config, extras, make_arg_parser(FlexibleArgumentParser()), template)
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc, no-any-unimported]
+        def error(self, message: str) -> NoReturn:
+            """One line; vLLM's own prints its usage first."""
+            sys.stderr.write(f"error: vLLM: {message}\n")
+            raise SystemExit(2)
+
+    args = vllm_arguments(config, extras, make_arg_parser(Parser()), template)
     if current_platform.is_cpu():
         _fit_cpu(args)
     configure_logging_from_args(args)

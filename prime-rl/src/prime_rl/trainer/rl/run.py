@@ -606,7 +606,8 @@ def setup_parity(config: TrainerConfig, mesh: Mesh, paths: RunPaths) -> ParityGa
     """Create the configured parity check. It is off for random batches, which no policy sampled."""
     is_fake = config.data.fake is not None
     parity = ParityConfig(on_mismatch="off") if is_fake else config.parity
-    return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device), paths.config("orchestrator"))
+    files = paths.config("orchestrator"), paths.config("inference")
+    return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device), *files)
 
 
 def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_config: PretrainedConfig) -> BatchSource:

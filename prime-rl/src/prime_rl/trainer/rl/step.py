@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.configs.distillation import DistillationConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts.sampling import training_warnings
 from prime_rl.configs.trainer import ParityConfig
@@ -318,10 +319,13 @@ class ParityGate:
         mesh: Mesh,
         compute_dtype: torch.dtype = torch.float32,
         orchestrator_config: Path | None = None,
+        inference_config: Path | None = None,
     ) -> None:
         self.config = config
         self._orchestrator_config = orchestrator_config
         """The file that says how tokens are sampled. None, or no file, if another launch runs the orchestrator."""
+        self._inference_config = inference_config
+        """The same for the server."""
         self.process = mesh.process
         self.data_axis = mesh.data_axis
         default = BFLOAT16_BOUND if compute_dtype == torch.bfloat16 else BOUND
@@ -348,14 +352,22 @@ class ParityGate:
             return
         mean = total / tokens
         finding = f"log-probabilities of trainer and inference differ by {mean:.2g} on average over {tokens:.0f} tokens"
+        options = self._vllm_options()
         if mean <= self.bound:  # False if the mean is NaN
-            self._log(f"Parity: {finding} of version {version}")
+            self._log(f"Parity: {finding} of version {version}{options}")
             return
-        fault = f"version {version}: {finding}, more than parity.max_mean_abs_diff = {self.bound:g}. {self._causes()}"
+        fault = f"version {version}: {finding}{options}, more than parity.max_mean_abs_diff = {self.bound:g}. "
+        fault += self._causes()
         if self.config.on_mismatch == "stop":
             raise TrainerError(f'{fault}. To continue anyway, set trainer.parity.on_mismatch = "warn"')
         if self.process.is_main:
             get_logger().warning(fault)
+
+    def _vllm_options(self) -> str:
+        """Engine arguments of the run, such as a quantized cache: the difference is what they cost."""
+        file = self._inference_config
+        options = load_config(InferenceConfig, [file]).vllm if file is not None and file.is_file() else {}
+        return f", with inference.vllm = {options}" if options else ""
 
     def _causes(self) -> str:
         """The settings of the config that explain a difference, or else what may have caused it."""
