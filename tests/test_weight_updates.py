@@ -91,7 +91,7 @@ class Run:
 DIRECT = "--weight-broadcast.type nccl"
 TWO_RANKS = f"{DIRECT} --train-gpus 2"
 SPLIT = f"{DIRECT} --infer-gpus 2 --inference.parallel.tp 2"
-ADAPTER = "--trainer.model.lora.rank 8"
+ADAPTER = "--trainer.model.lora.rank 8 --inference.vllm max_num_seqs=64"
 SETTINGS = {
     "embedded": (tiny, "3e-4", "embedded", ""),
     "embedded-direct-two-ranks": (tiny, "3e-4", "embedded", TWO_RANKS),
@@ -136,6 +136,14 @@ def train(directory: Path, *options: str | Path) -> str:
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_an_engine_argument_of_the_config_reaches_vllm_and_is_named_by_the_parity_gate(run_of) -> None:
+    logs = run_of("vllm-adapter").paths.logs
+    assert "'max_num_seqs': 64" in (logs / "inference.log").read_text()
+    assert "of version 0, with inference.vllm = {'max_num_seqs': 64}" in (logs / "trainer.log").read_text()
 
 
 def last_batch(run: Run) -> TrainingBatch:

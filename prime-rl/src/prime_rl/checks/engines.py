@@ -163,7 +163,15 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
 
 _ARGUMENT_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 """Classes of `vllm/engine/arg_utils.py` whose fields are vLLM's engine arguments."""
-_TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "set": list, "dict": dict}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "bool": bool,
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "list": list,
+    "set": list,
+    "dict": dict,
+}
 """Types of a value in a config, by the word in an annotation."""
 
 
@@ -186,7 +194,7 @@ def vllm_option_faults(options: Mapping[str, Any], known: Mapping[str, str]) -> 
     """One line for each of a config's options that is no engine argument of vLLM, or has a value of another type."""
     for name, value in options.items():
         if known and name not in known:
-            ours = {each: f"vllm.{each}" for each in known} | keys_by_vllm_name()
+            ours = {each: f"vllm.{each}" for each in known} | dict(keys_by_vllm_name())
             near = get_close_matches(name, ours, 1)
             advice = f"did you mean {ours[near[0]]}?" if near else "see `vllm serve --help`"
             yield f"vllm.{name}: vLLM has no engine argument of this name: {advice}"

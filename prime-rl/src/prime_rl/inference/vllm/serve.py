@@ -97,7 +97,7 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
     cli_env_setup()
     template = model_template(config.model.name) if config.model.tool_call_parser == "auto" else None
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc, no-any-unimported]
+    class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             """One line; vLLM's own prints its usage first."""
             sys.stderr.write(f"error: vLLM: {message}\n")
