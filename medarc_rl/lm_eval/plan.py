@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.launchers.shared_node import shared_node
 from prime_rl.checks import start_faults
-from prime_rl.checks.adapters import ADAPTER_CONFIG
+from prime_rl.checks.adapters import ADAPTER_CONFIG, read_settings
 from prime_rl.checks.chat_models import ChatModel, find_chat_models, model_of_run
 from prime_rl.checks.model_files import model_fault
 from prime_rl.checks.start_dir import StartDir
@@ -304,8 +304,7 @@ def adapter_rank(group: Group) -> int | None:
     ranks = []
     for candidate in group.candidates:
         if candidate.is_adapter and candidate.weights is not None:
-            content = json.loads((Path(candidate.weights) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-            ranks.append(content.get("r") if isinstance(content.get("r"), int) else 0)
+            ranks.append(read_settings(Path(candidate.weights)).largest_rank)
     return max(ranks, default=None)
 
 

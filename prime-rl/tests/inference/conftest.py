@@ -196,11 +196,13 @@ def adapter_of() -> Callable[..., Path]:
     from transformers import AutoModelForCausalLM
 
     @torch.no_grad()
-    def saved(base: Path, directory: Path, seed: int, targets: list[str] | str = "all-linear", rank: int = 4) -> Path:
+    def saved(
+        base: Path, directory: Path, seed: int, targets: list[str] | str = "all-linear", rank: int = 4, **options: Any
+    ) -> Path:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-            peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+            peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options))
             for name, parameter in peft.named_parameters():
                 if "lora_B" in name:  # not zero, as in a trained adapter
                     parameter.normal_(std=0.3)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def assert_close(found: list[float], expected: list[float]) -> None:
 
 
 @torch.no_grad()
-def make_adapter(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
+def make_adapter(base: Path, directory: Path, seed: int, rank: int = 4, **options: Any) -> Path:
     """An adapter in PEFT's format, as published by the trainer. Its B is not zero."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -29,7 +30,7 @@ def make_adapter(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options))
         for name, parameter in peft.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
@@ -137,6 +138,31 @@ def test_a_shared_prompt_is_prefilled_again_after_a_weight_update(server, next_w
         assert {span["version"] for span in choice["weight_versions"]} == {3}
         assert_close(choice["logprobs"]["token_logprobs"], next_reference.logprobs(LONG_PROMPT, choice["token_ids"]))
         assert {span["version"] for span in running.result()["choices"][0]["weight_versions"]} == {0, 3}
+
+
+@torch.no_grad()
+def test_an_adapter_of_several_ranks_is_served_but_vllm_needs_one_scale(
+    server, engine, served_model_dir, tmp_path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    pattern = {"q_proj": 2, "layers.1.mlp.down_proj": 6}
+    scales = {"rank_pattern": pattern, "alpha_pattern": {name: 2 * rank for name, rank in pattern.items()}}
+    for version, options in ((6, scales), (7, {"alpha_pattern": {"q_proj": 1}, "use_rslora": True})):
+        directory = make_adapter(served_model_dir, tmp_path / f"step_{version}", version, **options)
+        if engine == "vllm" and version == 7:
+            answer = server.client.post("/load_lora_adapter", json={"lora_name": NAME, "lora_path": str(directory)})
+            assert answer.status_code == 400
+            assert "vLLM scales all layers by 4" in answer.json()["error"]["message"]
+            continue
+        load(server, directory)
+        (choice,) = server.complete(LONG_PROMPT, model=NAME, max_tokens=16)["choices"]
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(served_model_dir), directory)
+        tokens = choice["token_ids"]
+        logits = model(torch.tensor([LONG_PROMPT + tokens])).logits[0, len(LONG_PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
+        assert_close(choice["logprobs"]["token_logprobs"], expected)
 
 
 def rank_of_64(base: Path, directory: Path) -> None:

@@ -25,6 +25,7 @@ from prime_rl.inference.model_files import AdapterMissing, WeightError
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral_with_window", "qwen3_moe", "gemma3")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+PATTERNS = {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 4}, "use_rslora": True}
 PROMPTS = [tuple((5 + 7 * index + place) % 64 for place in range(2 + 3 * index)) for index in range(4)]
 
 
@@ -81,7 +82,7 @@ def test_a_batch_of_the_base_and_of_two_adapters_equals_peft(
     targets = ATTENTION if name == "qwen3_moe" else ALL
     paths = {
         "first": adapter_of(base, tmp_path / "step_1", 1, targets),
-        "second": adapter_of(base, tmp_path / "step_2", 2, ["q_proj", "v_proj"], rank=8),
+        "second": adapter_of(base, tmp_path / "step_2", 2, ["q_proj", "v_proj"], rank=8, **PATTERNS),
         None: None,
     }
     with engine_of(base, max_in_batch).in_thread() as engine:

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from prime_rl.checks.adapters import lora_fault, read_settings
 from prime_rl.configs.trainer import (
     ActivationCheckpointConfig,
     AdamWConfig,
@@ -33,6 +35,7 @@ from prime_rl.configs.trainer import (
     FileSystemWeightBroadcastConfig,
     LoRAConfig,
     ModelConfig,
+    OptimizerConfig,
     TokenizerConfig,
     WeightCheckpointConfig,
 )
@@ -96,12 +99,12 @@ def loss_of(logits: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:-1], TOKENS[1:])
 
 
-def train(model: PreTrainedModel, steps: int = 3) -> PreTrainedModel:
+def train(model: PreTrainedModel, steps: int = 3, config: OptimizerConfig | None = None) -> PreTrainedModel:
     # Without a backward pass, the weights stay gathered.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    optimizer = setup_optimizer(AdamWConfig(lr=1e-2), model)
+    optimizer = setup_optimizer(config or AdamWConfig(lr=1e-2), model)
     for _ in range(steps):
         loss_of(logits_of(model)).backward()
         optimizer.step()
@@ -116,6 +119,18 @@ def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any)
     return peft.PeftModel.from_pretrained(own, directory, **options)
 
 
+PATTERNS = {
+    "rank_pattern": {r"layers\.0\..*v_proj": 6, "v_proj": 2, "self_attn.o_proj": 3},
+    "alpha_pattern": {"o_proj": 30.0},
+}
+KINDS = [
+    pytest.param({"use_rslora": True}, id="rslora"),
+    pytest.param({"use_dora": True}, id="dora"),
+    pytest.param(PATTERNS, id="patterns"),
+    pytest.param({**PATTERNS, "use_rslora": True, "use_dora": True, "modules_to_save": ["norm"]}, id="all-of-them"),
+]
+
+
 @pytest.mark.parametrize(
     "lora",
     [
@@ -123,6 +138,7 @@ def in_peft(model: PreTrainedModel, base: Path, directory: Path, **options: Any)
         pytest.param({"target_modules": [r"layers\.1\..*(q|down)_proj$", "k_proj"]}, id="some-layers-by-pattern"),
         pytest.param({"modules_to_save": ["norm", "layers.0.mlp"], "alpha": 6.0}, id="with-modules-trained-in-full"),
         pytest.param({"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}, id="with-tied-embeddings"),
+        *KINDS,
     ],
 )
 def test_peft_matches_the_trained_model(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]) -> None:
@@ -146,8 +162,11 @@ def test_the_files_match_peft_s_own(tiny_model_dir: Path, mesh: Mesh, tmp_path: 
     assert {name: other[name] for name in own if name in other} == {name: own[name] for name in own if name in other}
 
 
-def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
-    model = train(setup_model(config_of(tiny_model_dir, ac=ActivationCheckpointConfig()), mesh))
+@pytest.mark.parametrize("lora", [pytest.param({}, id="plain"), *KINDS])
+def test_loss_and_gradients_are_those_of_peft(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, lora, ac=ActivationCheckpointConfig()), mesh))
     loaded = in_peft(model, tiny_model_dir, tmp_path / "adapter", is_trainable=True)
     ours, theirs = loss_of(logits_of(model)), loss_of(loaded(TOKENS[None]).logits[0])
     ours.backward()
@@ -157,11 +176,13 @@ def test_loss_and_gradients_are_those_of_peft(tiny_model_dir: Path, mesh: Mesh, 
     compared = 0
     for path, module in model.named_modules():
         if isinstance(module, LowRank):
-            for own, factor in ((module.A, "lora_A"), (module.B, "lora_B")):
-                other = expected[f"base_model.model.{path.removesuffix('.lora')}.{factor}.weight"]
-                torch.testing.assert_close(own.grad.full_tensor(), other, rtol=1e-4, atol=1e-7)
-                compared += 1
-    assert compared == 2 * 7 * 2
+            names = {"lora_A": module.A, "lora_B": module.B, "lora_magnitude_vector": module.magnitude}
+            for factor, own in names.items():
+                if own is not None:
+                    other = expected[f"base_model.model.{path.removesuffix('.lora')}.{factor}.weight"]
+                    torch.testing.assert_close(own.grad.full_tensor(), other, rtol=1e-4, atol=1e-7)
+                    compared += 1
+    assert compared == 2 * 7 * (3 if lora.get("use_dora") else 2)
 
 
 def test_an_untrained_adapter_changes_nothing_and_its_initialization_is_fixed(tiny_model_dir: Path, mesh: Mesh) -> None:
@@ -197,6 +218,12 @@ STARTS: list[Any] = [
         {"modules_to_save": ["model.norm"]}, {"modules_to_save": ["model.norm"]}, id="with-modules-trained-in-full"
     ),
     pytest.param({"use_rslora": True}, {"alpha": 16.0}, id="rslora"),
+    pytest.param({"use_rslora": True, "use_dora": True}, {"use_rslora": True, "use_dora": True}, id="dora"),
+    pytest.param(
+        {"rank_pattern": {"q_proj": 2, "model.layers.1.mlp.down_proj": 6}, "alpha_pattern": {"q.*": 3}},
+        {"rank_pattern": {"q_proj": 2, "layers.1": 6}, "alpha_pattern": {"q_proj": 3.0}},
+        id="patterns",
+    ),
 ]
 
 
@@ -206,7 +233,12 @@ def test_training_continues_peft_s_adapter(
 ) -> None:
     reference = peft_adapter(tiny_model_dir, tmp_path / "theirs", **theirs)
     lora = {"target_modules": ["q_proj", "down_proj"], "path": str(tmp_path / "theirs"), **ours}
-    model = setup_model(config_of(tiny_model_dir, lora), mesh)
+    config = config_of(tiny_model_dir, lora)
+    assert config.lora is not None
+    assert lora_fault(config.lora, tmp_path / "theirs") is None
+    for key, value in {"alpha": 7.0, "rank": 5, "use_dora": not config.lora.use_dora}.items():
+        assert "set " in str(lora_fault(config.lora.model_copy(update={key: value}), tmp_path / "theirs"))
+    model = setup_model(config, mesh)
     with torch.no_grad():
         expected = reference(TOKENS[None]).logits[0]
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
@@ -244,8 +276,8 @@ def test_an_adapter_of_experts_continues_and_merges(moe_model_dir: Path, mesh: M
 
 def test_an_adapter_merges_into_the_rows_of_experts_that_a_process_holds() -> None:
     places = [(slice(expert, expert + 1), slice(start, start + 4)) for expert in range(3) for start in (0, 4)]
-    updates = [(place, torch.randn(2, 6), torch.randn(4, 2)) for place in places]
-    merge, weight = Merge(Path(), 0.5, {"experts": updates}, {}), torch.randn(3, 8, 6)
+    updates = [(place, torch.randn(2, 6), torch.randn(4, 2), 0.5) for place in places]
+    merge, weight = Merge(Path(), {"experts": updates}, {}, {}), torch.randn(3, 8, 6)
     whole = merge.change("experts", weight.clone(), (slice(0, 3), slice(0, 8), slice(0, 6)))
     assert not torch.isclose(whole, weight).any(-1).any()
     for rows in (slice(0, 3), slice(3, 8)):
@@ -272,6 +304,11 @@ def test_an_adapter_that_does_not_fit_is_one_line(
         with pytest.raises(ModelError, match=text) as caught:
             setup_model(config, mesh)
         assert "\n" not in str(caught.value)
+    # PEFT loads this one into weights without their first singular vectors.
+    pissa = peft_adapter(tiny_model_dir, tmp_path / "pissa", init_lora_weights="pissa")
+    assert pissa.peft_config["default"].init_lora_weights == "pissa"
+    with pytest.raises(ModelError, match="has init_lora_weights = 'pissa', which is not supported"):
+        setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa", adapter=str(tmp_path / "pissa")), mesh)
     # PEFT unties a head that it trains in full. Its weight would replace the embeddings, too.
     peft_adapter(tiny_model_dir, tmp_path / "head", modules_to_save=["lm_head"])
     with pytest.raises(ModelError, match="which share their weight"):
@@ -320,6 +357,34 @@ def test_an_adapter_names_the_folder_of_its_base_model_so_that_it_is_found_from_
     monkeypatch.chdir(tiny_model_dir.parent)
     model = setup_model(config_of(Path(tiny_model_dir.name)), mesh)
     assert peft_config(model)["base_model_name_or_path"] == str(tiny_model_dir)
+
+
+def test_an_adapter_for_engines_has_one_scale_for_all_layers(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    model = train(setup_model(config_of(tiny_model_dir, {**PATTERNS, "use_rslora": True}), mesh))
+    save_adapter(gather_adapter(model, torch.float32, is_served=True), tmp_path)
+    settings = read_settings(tmp_path)
+    paths = {path.removesuffix(".lora") for path, module in model.named_modules() if isinstance(module, LowRank)}
+    assert {settings.scale_of(path) for path in paths} == {settings.scale} == {1.0}
+    assert {settings.rank_of(path) for path in paths} == {2, 3, 4, 6}
+    assert settings.rank == 6
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_dir), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_lora_plus_trains_like_peft_s_optimizer(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
+    lora = {"loraplus_lr_ratio": 8.0, "use_dora": True, "modules_to_save": ["norm"]}
+    model = setup_model(config_of(tiny_model_dir, lora), mesh)
+    theirs = in_peft(model, tiny_model_dir, tmp_path / "start", is_trainable=True)
+    train(model, config=AdamWConfig(lr=1e-3, weight_decay=0.0))
+    reference = create_loraplus_optimizer(theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=8.0)
+    for _ in range(3):
+        loss_of(theirs(TOKENS[None]).logits[0]).backward()
+        reference.step()
+        reference.zero_grad()
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    torch.testing.assert_close(gather_adapter(model, torch.float32).state, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_a_broadcast_has_only_the_adapter_in_peft_s_format(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
@@ -379,8 +444,13 @@ def test_a_compiled_model_trains_the_same_adapters(tiny_model_dir: Path, mesh: M
     torch.testing.assert_close(trained(None), trained(CompileConfig()), rtol=1e-3, atol=1e-4)
 
 
-def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:
-    model = setup_model(config_of(moe_model_dir), mesh)
+@pytest.mark.parametrize(
+    "lora", [{}, {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 3}}]
+)
+def test_stacked_experts_are_adapted_and_exported_one_by_one(
+    moe_model_dir: Path, mesh: Mesh, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    model = setup_model(config_of(moe_model_dir, lora), mesh)
     plain = setup_model(ModelConfig(name=str(moe_model_dir), attn="sdpa"), mesh)
     torch.testing.assert_close(logits_of(model), logits_of(plain), rtol=1e-5, atol=1e-6)
     loaded = in_peft(train(model), moe_model_dir, tmp_path / "adapter")
@@ -388,6 +458,7 @@ def test_stacked_experts_are_adapted_and_exported_one_by_one(moe_model_dir: Path
     assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in names
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+    assert lora_fault(LoRAConfig(rank=4, alpha=8.0, **lora), tmp_path / "adapter") is None
     merged, start = gather_weights(model, torch.float32), load_file(moe_model_dir / "model.safetensors")
     assert merged.keys() == start.keys()
     changed = {name.rpartition(".layers.1.")[2] for name in start if not torch.equal(merged[name], start[name])}
@@ -467,6 +538,13 @@ def test_unknown_names_are_one_line_with_the_nearest_ones(
     assert "matches no module that can be adapted: experts" in fault(target_modules=["experts"])
     assert "lm_head shares its weight with model.embed_tokens" in fault(target_modules=["q_proj", "lm_head"])
     assert "can only be adapted together" in fault(moe_model_dir, target_modules=["q_proj", "up_proj"])
+    assert 'rank_pattern: "q_prj" matches no adapted linear layer of this model; nearest: q_proj' in fault(
+        rank_pattern={"q_prj": 2}
+    )
+    assert 'alpha_pattern: "layers.1" matches the stack of experts' in fault(
+        moe_model_dir, alpha_pattern={"layers.1": 2}
+    )
+    assert "experts, which have no DoRA; remove experts from target_modules" in fault(moe_model_dir, use_dora=True)
 
 
 def test_all_linear_leaves_out_the_head_and_layers_whose_weight_is_read_without_a_call(

@@ -25,6 +25,8 @@ from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 from prime_rl.utils.contents import write_marker
 
+EXTRAS = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 3}, "loraplus_lr_ratio": 4.0}
+
 
 @pytest.fixture
 def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def test_sft_learns_and_exports_merged_weights_and_the_adapter(base: dict[str, A
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, in_background: bool) -> None:
-    base["model"]["lora"]["dropout"] = 0.2
+    base["model"]["lora"] |= {"dropout": 0.2, **(EXTRAS if in_background else {})}
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     run_sft(base, straight)
     run_sft(base, halves, max_steps=3, ckpt={"async_save": in_background})
@@ -128,6 +130,7 @@ def test_the_best_step_is_kept(base: dict[str, Any], tmp_path: Path) -> None:
 def test_two_processes_train_like_one_and_resume_bit_identically(
     base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
 ) -> None:
+    base["model"]["lora"] |= EXTRAS
     config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
     assert_two_processes_train_like_one(SFTConfig(**{**config, "output_dir": tmp_path}))
 

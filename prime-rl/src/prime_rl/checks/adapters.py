@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.checks.disk import tensor_shapes
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.errors import StartFault
 
@@ -21,41 +24,89 @@ ADAPTER_DIRECTORY = "lora_adapters"
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "use_dora": (False, None),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "layer_replication": ([], None),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    # Other starts change the base weights too, so that the matrices belong to weights that are not in the base model.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Accepted values of the keys in `adapter_config.json` that change what the two matrices mean."""
+"""Accepted values of the keys in `adapter_config.json` that change what the matrices mean."""
+
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\.\w+$")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """A layer's weight update is `scale * lora_B @ lora_A`."""
+    """What `adapter_config.json` says. A layer's weight update is `scale * lora_B @ lora_A`."""
 
     rank: int
-    scale: float
+    alpha: float
     modules_to_save: tuple[str, ...]
     """Modules that were trained in full, whose weights are in the adapter's file."""
+    use_rslora: bool
+    use_dora: bool
+    """Whether rows of the sum of weight and update have the trained length `lora_magnitude_vector`."""
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> AdapterSettings:
         """Settings in the contents of an `adapter_config.json`.
 
         Raises:
-            StartFault: they are not those of plain LoRA.
+            StartFault: they are those of an adapter that is not supported.
         """
         rank, alpha = config.get("r"), config.get("lora_alpha")
+        patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise StartFault(f"{ADAPTER_CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
         for name, supported in _PLAIN_LORA.items():
             if config.get(name, supported[0]) not in supported:
                 raise StartFault(f"{ADAPTER_CONFIG} has {name} = {config[name]!r}, which is not supported")
+        for key, pattern in patterns.items():
+            least = 1 if key == "rank_pattern" else 0
+            if not isinstance(pattern, dict) or not all(_is_number(value, least) for value in pattern.values()):
+                raise StartFault(f"{ADAPTER_CONFIG} has {key} = {pattern!r}")
+            try:
+                _matching(pattern, "")
+            except re.error as error:
+                raise StartFault(f"{ADAPTER_CONFIG} has a {key} that is no regular expression: {error}") from error
+        saved = tuple(config.get("modules_to_save") or ())
+        is_rslora, is_dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+        return cls(rank, alpha, saved, is_rslora, is_dora, patterns["rank_pattern"], patterns["alpha_pattern"])
+
+    def rank_of(self, path: str) -> int:
+        """Rank of the layer at `path`."""
+        return self.rank_pattern.get(_matching(self.rank_pattern, path), self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """Scale of the layer at `path`."""
+        rank = self.rank_of(path)
         # rsLoRA (Kalajdzievski 2023) divides by the root of the rank.
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        return cls(rank, scale, tuple(config.get("modules_to_save") or ()))
+        divisor = math.sqrt(rank) if self.use_rslora else rank
+        return self.alpha_pattern.get(_matching(self.alpha_pattern, path), self.alpha) / divisor
+
+    @property
+    def scale(self) -> float:
+        """Scale of layers that no pattern matches."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def largest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
+
+def _is_number(value: object, least: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+
+
+def _matching(pattern: Mapping[str, Any], path: str) -> str:
+    """The first key that PEFT finds for a layer: a regular expression for the last components of its path."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", path)), "")
 
 
 def adapter_folder(path: Path) -> Path:
@@ -84,7 +135,7 @@ def read_settings(folder: Path) -> AdapterSettings:
     """The settings of the adapter in `folder`.
 
     Raises:
-        StartFault: a file is missing, cannot be read, or does not describe plain LoRA.
+        StartFault: a file is missing, cannot be read, or describes an adapter that is not supported.
     """
     if not (folder / ADAPTER_TENSORS).is_file():
         raise StartFault(f"{folder} has no {ADAPTER_TENSORS}")
@@ -100,16 +151,35 @@ def read_settings(folder: Path) -> AdapterSettings:
 def lora_fault(lora: LoRAConfig, path: Path) -> str | None:
     """Why training with `lora` cannot start from the adapter at `path`; None if nothing shows before it is loaded."""
     try:
-        given = read_settings(adapter_folder(path))
+        folder = adapter_folder(path)
+        given = read_settings(folder)
     except StartFault as fault:
         return str(fault)
-    if given.rank != lora.rank or not math.isclose(given.scale, lora.alpha / lora.rank, rel_tol=1e-6):
-        alpha = given.scale * given.rank
-        return (
-            f"this adapter has rank {given.rank} and alpha {alpha:g}, and the config asks for rank {lora.rank} and "
-            f"alpha {lora.alpha:g}: set rank = {given.rank} and alpha = {alpha:g}"
-        )
+    if given.use_dora != lora.use_dora:
+        kind = "DoRA" if given.use_dora else "no DoRA"
+        return f"this adapter is {kind}: set use_dora = {str(given.use_dora).lower()}"
+    if unfit := _scale_fault(lora, given, tensor_shapes(folder)):
+        return unfit
     if given.modules_to_save and not lora.modules_to_save:
         names = ", ".join(f'"{name}"' for name in given.modules_to_save)
         return f"this adapter holds modules that were trained in full: set modules_to_save = [{names}]"
+    return None
+
+
+def _scale_fault(lora: LoRAConfig, given: AdapterSettings, names: Iterable[str]) -> str | None:
+    """That a layer has another rank or scale in the adapter, whose tensors have these `names`, than in the config."""
+    for name in names:
+        path, is_factor, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        own = _EXPERT.sub("", path)
+        rank, scale = given.rank_of(path), given.scale_of(path)
+        asked, divisor = lora.rank_of(own), math.sqrt(rank) if lora.use_rslora else rank
+        if not is_factor or (rank == asked and math.isclose(scale, lora.scale_of(own), rel_tol=1e-6)):
+            continue
+        # What the config would have to say about this layer.
+        found = f"rank {rank} and alpha {scale * divisor:g}"
+        given_alpha = lora.scale_of(own) * (math.sqrt(asked) if lora.use_rslora else asked)
+        text = f"and the config asks for rank {asked} and alpha {given_alpha:g}: set"
+        if given.rank_pattern or given.alpha_pattern or lora.rank_pattern or lora.alpha_pattern:
+            return f"this adapter has {found} at {path}, {text} rank_pattern and alpha_pattern as {ADAPTER_CONFIG} does"
+        return f"this adapter has {found}, {text} rank = {rank} and alpha = {scale * divisor:g}"
     return None

@@ -44,6 +44,17 @@ def is_regex(pattern: str) -> bool:
     return not frozenset("\\^$*+?{}[]|()").isdisjoint(pattern)
 
 
+def matches(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches the module at `path`.
+
+    A plain name matches one or more consecutive components of the path ("self_attn.q_proj"). A regular expression may
+    match anywhere in the path.
+    """
+    if is_regex(pattern):
+        return re.search(pattern, path) is not None
+    return f".{pattern}." in f".{path}."
+
+
 class CompileConfig(BaseConfig):
     """Compiles the decoder blocks with `torch.compile`."""
 
@@ -77,6 +88,21 @@ class LoRAConfig(BaseConfig):
     alpha: float = Field(32.0, ge=0)
     """The adapter's output is scaled by alpha / rank."""
 
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA), so that a higher rank does not learn more slowly."""
+
+    use_dora: bool = False
+    """Also train the length of each row of the adapted weights (DoRA). RL sends merged weights to the engines."""
+
+    rank_pattern: dict[str, Count] = Field({})
+    """Ranks of some of the modules, by name or regular expression as in `target_modules`. The first match counts."""
+
+    alpha_pattern: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    """Alphas of some of the modules, likewise."""
+
+    loraplus_lr_ratio: float = Field(1.0, ge=1, le=1000)
+    """Learning rate of B, and of all vectors, as a multiple of `optim.lr` (LoRA+)."""
+
     dropout: Fraction = 0.0
     """Dropout of the adapter's input in SFT. RL trains without dropout."""
 
@@ -99,7 +125,23 @@ class LoRAConfig(BaseConfig):
 
     path: str | None = None
     """Adapter to continue training: a folder in PEFT's format, or the output directory of a run that kept its adapter.
-    `rank` and `alpha` must be those of the adapter. None starts a new one."""
+    Ranks, scales and `use_dora` must be those of the adapter. None starts a new one."""
+
+    def rank_of(self, path: str) -> int:
+        """Rank of the adapter of the linear layer at `path`."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if matches(pattern, path)), self.rank)
+
+    def alpha_of(self, path: str) -> float:
+        return next((alpha for pattern, alpha in self.alpha_pattern.items() if matches(pattern, path)), self.alpha)
+
+    def scale_of(self, path: str) -> float:
+        """Factor of the product of its matrices."""
+        rank = self.rank_of(path)
+        return self.alpha_of(path) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @property
+    def largest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -109,7 +151,7 @@ class LoRAConfig(BaseConfig):
     def _faults(self) -> Iterator[str]:
         if not self.target_modules:
             yield "target_modules is empty: name at least one module to adapt"
-        for key in ("target_modules", "modules_to_save"):
+        for key in ("target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
             for pattern in filter(is_regex, getattr(self, key)):
                 try:
                     re.compile(pattern)
@@ -210,11 +252,20 @@ class ModelConfig(BaseModelConfig):
 
     @property
     def sends_adapter(self) -> bool:
-        """Whether RL sends the engines the adapter alone.
+        """Whether RL sends the engines the adapter alone."""
+        return self.lora is not None and self.merging_key is None
 
-        They apply adapters of linear layers to `name`. Anything else is merged into whole weights.
+    @property
+    def merging_key(self) -> str | None:
+        """The key because of which RL merges the adapter into whole weights for the engines; None if there is none.
+
+        Engines apply plain adapters of linear layers to `name`.
         """
-        return self.lora is not None and not self.lora.modules_to_save and self.adapter is None
+        if self.lora is not None and self.lora.modules_to_save:
+            return "lora.modules_to_save"
+        if self.lora is not None and self.lora.use_dora:
+            return "lora.use_dora"
+        return None if self.adapter is None else "adapter"
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -243,6 +294,8 @@ class ModelConfig(BaseModelConfig):
             yield "router_bias_update_rate does not work with [compile], which hides the choice of experts: remove one"
         if self.router_bias_update_rate > 0 and self.lora is not None:
             yield "router_bias_update_rate with [lora]: an adapter cannot hold the bias: remove one"
+        if self.tp > 1 and self.lora is not None and self.lora.use_dora:
+            yield f"tp ({self.tp}) with lora.use_dora, which needs whole rows of each layer: remove one"
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 

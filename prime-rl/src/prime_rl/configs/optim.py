@@ -172,10 +172,17 @@ class MuonConfig(BaseOptimizerConfig):
 OptimizerConfig = Annotated[SGDConfig | AdamWConfig | MuonConfig, Field(discriminator="type")]
 
 
-def optimizer_faults(optim: OptimizerConfig, scheduler: SchedulerConfig, *, is_offloaded: bool) -> Iterator[str]:
-    """Why an optimizer does not fit its schedule, or weights that are in host memory (`model.fsdp_cpu_offload`)."""
+def optimizer_faults(
+    optim: OptimizerConfig, scheduler: SchedulerConfig, *, is_offloaded: bool, lr_ratio: float = 1.0
+) -> Iterator[str]:
+    """Why an optimizer does not fit its schedule, or the model.
+
+    `is_offloaded`: weights are in host memory (`model.fsdp_cpu_offload`). `lr_ratio` is that of LoRA+.
+    """
     rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:
         yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
     if optim.type == "muon" and is_offloaded:
         yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
+    if optim.type == "muon" and lr_ratio != 1:
+        yield f"optim.type = 'muon' makes all updates equally large: remove lora.loraplus_lr_ratio ({lr_ratio:g})"

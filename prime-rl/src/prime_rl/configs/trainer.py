@@ -274,7 +274,12 @@ def training_faults(config: Any) -> Iterator[str]:
             "model.lora.path"
         )
     yield from _step_faults(config)
-    yield from optimizer_faults(config.optim, config.scheduler, is_offloaded=config.model.fsdp_cpu_offload)
+    yield from optimizer_faults(
+        config.optim,
+        config.scheduler,
+        is_offloaded=config.model.fsdp_cpu_offload,
+        lr_ratio=1.0 if config.model.lora is None else config.model.lora.loraplus_lr_ratio,
+    )
     if config.memory_profiler_path is not None and config.device == "cpu":
         yield NO_MEMORY_PROFILE
 
@@ -431,8 +436,10 @@ class TrainerConfig(RootConfig):
             text = f"model.lora.dropout = {self.model.lora.dropout} has no effect: RL trains without dropout"
             warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.lora is not None and not self.model.sends_adapter:
-            key = "model.lora.modules_to_save" if self.model.lora.modules_to_save else "model.adapter"
-            text = f"{key}: engines take adapters of linear layers alone, so they get whole weights, with it merged in"
+            text = (
+                f"model.{self.model.merging_key}: engines take plain adapters of linear layers alone, so they get "
+                "whole weights, with it merged in"
+            )
             warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.fused_lm_head_chunk_size == "auto":
             derive(self.model, "what `auto` means", fused_lm_head_chunk_size=DEFAULT_VOCAB_CHUNK)

@@ -153,9 +153,10 @@ class AdapterMissing(WeightError):
 class AdapterSpec:
     """A validated adapter. A layer's weight update is `scale * lora_B @ lora_A`."""
 
+    scales: dict[str, float]
+    """Scale of each linear layer that the adapter changes, by module path."""
     scale: float
-    paths: tuple[str, ...]
-    """Module paths of the linear layers that the adapter changes."""
+    """The adapter's own scale, which a pattern may replace."""
 
     @staticmethod
     def key(path: str, side: str) -> str:
@@ -167,8 +168,8 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
 
     Raises:
         AdapterMissing: the directory or one of its files does not exist.
-        WeightError: the adapter is damaged, its rank exceeds `max_rank`, it uses more than plain LoRA, or it does not
-            fit the base model.
+        WeightError: the adapter is damaged, its rank exceeds `max_rank`, it is of another kind than LoRA, or it does
+            not fit the base model.
     """
     for file in (directory / ADAPTER_CONFIG, directory / ADAPTER_TENSORS):
         if not file.is_file():
@@ -177,8 +178,11 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
         settings = AdapterSettings.of(_read_config(directory))
     except StartFault as fault:
         raise mismatch_error(directory, str(fault)) from fault
-    if settings.rank > max_rank:
-        raise mismatch_error(directory, f"its rank is {settings.rank}, but this server's max_lora_rank is {max_rank}")
+    if settings.use_dora:
+        advice = "which is not supported: serve weights that it is merged into, such as a run's export"
+        raise mismatch_error(directory, f"{ADAPTER_CONFIG} has use_dora = True, {advice}")
+    if (rank := settings.largest_rank) > max_rank:
+        raise mismatch_error(directory, f"its rank is {rank}, but this server's max_lora_rank is {max_rank}")
     if settings.modules_to_save:
         saved = list(settings.modules_to_save)
         advice = "which is not supported: serve weights that it is merged into, such as a run's export"
@@ -191,8 +195,8 @@ def read_adapter_spec(directory: Path, base: Shapes, max_rank: int) -> AdapterSp
         of_class = own[: own.index("layers.")]
         base = {of_class + name.removeprefix(start): shape for name, shape in base.items() if name.startswith(start)}
     for path in paths:
-        _check_layer(directory, path, settings.rank, shapes, base)
-    return AdapterSpec(settings.scale, paths)
+        _check_layer(directory, path, settings.rank_of(path), shapes, base)
+    return AdapterSpec({path: settings.scale_of(path) for path in paths}, settings.scale)
 
 
 def check_name(name: str, base_model: str, loaded: Collection[str], max_loaded: int) -> None:

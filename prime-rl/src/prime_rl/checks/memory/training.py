@@ -6,14 +6,13 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
-from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, is_regex
+from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, matches
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
 # that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
@@ -55,7 +54,9 @@ def block_activations(
     saved = _norms(shape, block, precision, lora) + _attention(shape, size) // precision.tp
     saved += _mlp(shape, block, precision, lora)
     if lora is not None:
-        saved += sum(size * lora.rank for path in linear_paths(block) if is_target(lora, path))
+        for path in (path for path in linear_paths(block) if is_target(lora, path)):
+            # DoRA keeps the output before it is stretched.
+            saved += size * (lora.rank_of(path) + (block[f"{path}.weight"][0] if lora.use_dora else 0))
     gradients = _LEAN_MLP_GRADIENTS if _has_lean_mlp(shape, block, precision, lora) else _MLP_GRADIENTS
     temporary = size * (gradients * inner + hidden)
     return BlockActivations(saved, size * hidden, temporary)
@@ -70,12 +71,12 @@ def linear_paths(block: Tensors) -> list[str]:
 def is_target(lora: LoRAConfig, path: str) -> bool:
     """Whether a module gets an adapter, by the rules of `trainer/model/lora.py`."""
 
-    def matches(pattern: str) -> bool:
+    def is_named(pattern: str) -> bool:
         if pattern == ALL_LINEAR:
             return not path.endswith("experts") and path != "lm_head"
-        return re.search(pattern, path) is not None if is_regex(pattern) else f".{pattern}." in f".{path}."
+        return matches(pattern, path)
 
-    return any(map(matches, lora.target_modules)) and not any(map(matches, lora.modules_to_save))
+    return any(map(is_named, lora.target_modules)) and not any(map(is_named, lora.modules_to_save))
 
 
 def _norms(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
@@ -533,8 +534,10 @@ def _in_update(training: Training) -> Parts:
 
 def _adapters(block: Tensors, lora: LoRAConfig) -> int:
     """Parameters of the adapters of a block."""
-    linear = (block[f"{path}.weight"] for path in linear_paths(block) if is_target(lora, path))
-    total = sum(lora.rank * sum(shape) for shape in linear)
+    total = 0
+    for path in (path for path in linear_paths(block) if is_target(lora, path)):
+        shape = block[f"{path}.weight"]
+        total += lora.rank_of(path) * sum(shape) + (shape[0] if lora.use_dora else 0)
     for name, shape in block.items():
         path, _, last = name.partition(".experts.")
         if len(shape) != 3 or not is_target(lora, f"{path}.experts"):

@@ -323,7 +323,7 @@ def _share_lora(run: RunTables) -> None:
     for key in ("trainer.model.adapter", "trainer.model.lora.path"):
         if run.get(key) is not None:
             run.override("orchestrator.await_first_version", True, key)
-    if lora is None or lora.modules_to_save or run.get("trainer.model.adapter") is not None:
+    if lora is None or lora.modules_to_save or lora.use_dora or run.get("trainer.model.adapter") is not None:
         return  # the engines get whole weights
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}
     for key, value in adapter.items():
@@ -333,7 +333,7 @@ def _share_lora(run: RunTables) -> None:
         warnings.warn(text, ConfigWarning, stacklevel=3)
         return
     run.override("inference.enable_lora", True, "trainer.model.lora")
-    run.put("inference.max_lora_rank", lora.rank, "trainer.model.lora.rank")
+    run.put("inference.max_lora_rank", lora.largest_rank, "trainer.model.lora.rank")
 
 
 def _share_context(run: RunTables) -> None:

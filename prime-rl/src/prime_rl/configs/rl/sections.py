@@ -373,10 +373,9 @@ def _model_faults(run: RunSections) -> Iterator[str]:
     if ours is None or theirs is None:
         return
     if not run.trainer.model.sends_adapter:
-        key = "lora.modules_to_save" if ours.modules_to_save else "adapter"
         yield (
-            f"orchestrator.model.lora with trainer.model.{key}: the trainer sends whole weights, with the adapter "
-            "merged in; remove orchestrator.model.lora"
+            f"orchestrator.model.lora with trainer.model.{run.trainer.model.merging_key}: the trainer sends whole "
+            "weights, with the adapter merged in; remove orchestrator.model.lora"
         )
         return
     for key in ("rank", "alpha"):

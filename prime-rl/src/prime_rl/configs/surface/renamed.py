@@ -307,6 +307,8 @@ _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("lora_dropout", "model.lora.dropout", ""),
     ("lora_target_modules", "model.lora.target_modules", ""),
     ("lora_modules_to_save", "model.lora.modules_to_save", ""),
+    ("use_rslora", "model.lora.use_rslora", ""),
+    ("use_dora", "model.lora.use_dora", ""),
     ("use_peft", "model.lora", "a table: [model.lora]"),
     ("peft_config", "model.lora", "a table: [model.lora]"),
     ("tokenizer_name", "tokenizer.name", ""),

@@ -45,6 +45,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "*.model"),
     _rule("refused", _SHAPES, "*.model.lora"),
     _rule("applied", "", "*.model.lora.dropout"),
+    _rule("refused", "the optimizer would have other groups", "*.model.lora.loraplus_lr_ratio"),
     _rule("none", "the weights are those of the checkpoint", "*.model.adapter", "*.model.lora.path"),
     _rule("refused", "the checkpoint holds another model", "*.model.debug"),
     _rule("refused", "other weights would be trained", "*.model.freeze_moe_router"),
@@ -120,6 +121,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("none", "the weights are those of the checkpoint", "trainer.critic.name", "trainer.critic.lora.path"),
     _rule("refused", _SHAPES, "trainer.critic.lora"),
     _rule("applied", "", "trainer.critic.lora.dropout"),
+    _rule("refused", "the optimizer would have other groups", "trainer.critic.lora.loraplus_lr_ratio"),
     _rule("refused", "the saved optimizer state is that of another optimizer", "trainer.critic.optim.type"),
     _rule("refused", _ROWS, "trainer.demonstrations.data", unless="ckpt.skip_dataloader"),
     _rule(

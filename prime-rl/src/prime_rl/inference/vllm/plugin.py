@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -42,6 +43,7 @@ from prime_rl.inference.model_files import (
     check_name,
     check_same_model,
     checkpoint_shapes,
+    mismatch_error,
     read_adapter_spec,
 )
 from prime_rl.inference.protocol import (
@@ -84,7 +86,11 @@ class Adapters:
         if limits is None:
             raise WeightError("this server was started without enable_lora")
         check_name(name, self.models.model_name(), self.versions, limits.max_cpu_loras or limits.max_loras)
-        read_adapter_spec(directory, checkpoint_shapes(self.base_dir), limits.max_lora_rank or DEFAULT_MAX_RANK)
+        spec = read_adapter_spec(directory, checkpoint_shapes(self.base_dir), limits.max_lora_rank or DEFAULT_MAX_RANK)
+        # vLLM has one scale for all layers of an adapter, and ignores PEFT's patterns.
+        if odd := next((path for path, scale in spec.scales.items() if not math.isclose(scale, spec.scale)), None):
+            text = f"vLLM scales all layers by {spec.scale:g}, and the adapter {odd} by {spec.scales[odd]:g}"
+            raise mismatch_error(directory, f"{text}: serve weights that it is merged into, such as a run's export")
 
     async def load(self, name: str, directory: Path) -> int:
         """Load an adapter under `name`, or replace its current version in place. Returns the version.

@@ -1,5 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
 
+DoRA (Liu et al. 2024) also trains the length of each row of `W + alpha / rank * B A`.
+
 An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
 projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
 Exports are in PEFT's format, which PEFT and vLLM load directly.
@@ -29,8 +31,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
-from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
-from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, is_regex
+from prime_rl.checks.adapters import ADAPTER_TENSORS, AdapterSettings, adapter_folder, read_settings
+from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
 from prime_rl.transport.loading import Index, float32_names, full_tensor, has_score, index_of, local, put, put_own
@@ -45,6 +47,7 @@ _STACKED_EXPERTS = "experts"
 """Target name of stacked experts. A default target, so models without experts may not have it."""
 _MODULES = dict[str, nn.Module]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +97,11 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
         _check_linear(path, layer, owners, model)
     for path, module in chosen.experts.items():
         _check_experts(path, module, model, config)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            if not _selected([pattern], chosen.linear):
+                raise ModelError(_no_match(key, pattern, chosen.linear, "adapted linear layer"))
     return chosen
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether `pattern` matches the module at `path`.
-
-    A plain name matches one or more consecutive components of the path ("self_attn.q_proj"). A pattern with one of the
-    characters ``^$*+?{}[]|()\\`` is a regular expression that may match anywhere in the path.
-    """
-    if is_regex(pattern):
-        return re.search(pattern, path) is not None
-    return f".{pattern}." in f".{path}."
 
 
 def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[str, ModuleT]:
@@ -144,7 +140,7 @@ def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODUL
         raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
 
 
-def _no_match(key: str, pattern: str, modules: _MODULES, kind: str) -> str:
+def _no_match(key: str, pattern: str, modules: Mapping[str, nn.Module], kind: str) -> str:
     components = {part for path in modules for part in path.split(".") if not part.isdigit()}
     leaves = {path.rpartition(".")[2] for path in modules}
     near = get_close_matches(pattern, sorted(components)) or sorted(leaves)
@@ -200,6 +196,17 @@ def _source(module_class: type[nn.Module]) -> str:
 
 
 def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config: LoRAConfig) -> None:
+    if config.use_dora:
+        raise ModelError(
+            f"model.lora.use_dora: {path} is a stack of experts, which have no DoRA; remove {_STACKED_EXPERTS} from "
+            "target_modules"
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in filter(partial(matches, path=path), getattr(config, key)):
+            raise ModelError(
+                f'model.lora.{key}: "{pattern}" matches the stack of experts {path}, whose adapters have '
+                "model.lora.rank and model.lora.alpha; write it more narrowly"
+            )
     wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     is_known = all(getattr(module, name, None) is value for name, value in wanted.items())
     if not (is_known and _has_hub_names(path, module, model)):
@@ -222,31 +229,36 @@ class LowRank(nn.Module):
     """Computes `scale * B A x`, which is zero before training.
 
     A [*stack, rank, in] and B [*stack, out, rank] have the dtype and the device of the adapted weight, and no values
-    before `draw`. `stack` is empty or the number of experts.
+    before `draw`. `stack` is empty or the number of experts. `magnitude` [out] is DoRA's.
     """
+
+    is_on = True
+    """Whether the layer computes with its adapter."""
 
     between: Callable[[Tensor], Tensor] | None = None
     """What becomes of `A x` before B, where processes divide one of the two."""
 
-    def __init__(self, config: LoRAConfig, weight: Tensor, out_features: int) -> None:
+    def __init__(self, config: LoRAConfig, path: str, weight: Tensor, out_features: int) -> None:
         super().__init__()
         *stack, _, in_features = weight.shape
-        self.A = nn.Parameter(weight.new_empty(*stack, config.rank, in_features))
-        self.B = nn.Parameter(weight.new_empty(*stack, out_features, config.rank))
-        self.rank, self.alpha = config.rank, config.alpha
+        self.config = config
+        self.rank, self.scale = config.rank_of(path), config.scale_of(path)
+        self.A = nn.Parameter(weight.new_empty(*stack, self.rank, in_features))
+        self.B = nn.Parameter(weight.new_empty(*stack, out_features, self.rank))
+        self.magnitude = nn.Parameter(weight.new_empty(out_features)) if config.use_dora else None
         self.dropout = nn.Dropout(config.dropout)
 
     @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
-        """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), and B with zeros."""
+    def draw(self, generator: torch.Generator, weight: Tensor | None) -> None:
+        """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), B with zeros, and the lengths with those of
+        the rows of `weight`, which is sharded like them.
+        """
         bound = 1 / math.sqrt(self.A.shape[-1])
         # Drawn whole and on the CPU, so that values do not depend on device or number of processes.
         put_own(self.A, torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
         put_own(self.B, torch.zeros(()).expand(self.B.shape))
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+        if self.magnitude is not None and weight is not None:
+            local(self.magnitude).copy_(_row_norms(local(weight)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
@@ -257,10 +269,40 @@ class LowRank(nn.Module):
         low = nn.functional.linear(self.dropout(x), a)
         return nn.functional.linear(low if self.between is None else self.between(low), b) * self.scale
 
+    def adapted(self, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output of the adapted layer, whose own is `output` for the input `x`."""
+        changed = output + self(x)
+        if self.magnitude is None:
+            return changed
+        stretch = (self.magnitude.float() / self._norms(weight)).to(changed.dtype)
+        return changed * stretch if bias is None else (changed - bias) * stretch + bias
+
     @torch.no_grad()
-    def delta(self) -> Tensor:
-        """The equivalent weight update `scale * B A`, float32 [*stack, out, in]. Collective."""
-        return (full_tensor(self.B).float() @ full_tensor(self.A).float()) * self.scale
+    def _norms(self, weight: Tensor) -> Tensor:
+        """Lengths of the rows of `weight + scale * B A`, which the paper treats as constants.
+
+        They are found without that sum, which would be as large as the weight: `|w + s A'b|^2` is
+        `|w|^2 + 2 s (A w)'b + s^2 b'(A A')b`.
+        """
+        a, b = self.A.float(), self.B.float()
+        projected = nn.functional.linear(weight, self.A.to(weight.dtype)).float()
+        cross = (projected * b).sum(-1) * (2 * self.scale)
+        own = (b @ (a @ a.t()) * b).sum(-1) * self.scale**2
+        return (_row_norms(weight).square() + cross + own).clamp(min=0).sqrt()
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The full `weight` that computes what it and the adapter compute, float32 [*stack, out, in]. Collective."""
+        changed = weight.float() + (full_tensor(self.B).float() @ full_tensor(self.A).float()) * self.scale
+        return changed if self.magnitude is None else _stretched(changed, full_tensor(self.magnitude))
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+
+
+def _stretched(rows: Tensor, lengths: Tensor) -> Tensor:
+    return rows * (lengths.to(rows) / _row_norms(rows))[:, None]
 
 
 class _StackedExperts(Protocol):
@@ -292,11 +334,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
     for module in chosen.saved.values():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
-    for module in chosen.linear.values():
-        module.lora = LowRank(config, module.weight, module.weight.shape[0])
-        module.register_forward_hook(_add_low_rank)
-    for module in chosen.experts.values():
-        _adapt_experts(module, config)
+    for path, module in chosen.linear.items():
+        module.lora = LowRank(config, path, module.weight, module.weight.shape[0])
+        module.register_forward_hook(_adapt)
+    for path, module in chosen.experts.items():
+        _adapt_experts(path, module, config)
     in_float32 = float32_names(model, compute_dtype)
     for name, parameter in model.named_parameters():
         is_larger = compute_dtype.itemsize < parameter.dtype.itemsize
@@ -308,11 +350,13 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig | None, compute_dtyp
 def draw_adapters(model: nn.Module) -> None:
     """Initialize the adapters of a sharded model: first those of linear layers, then those of experts."""
     generator = torch.Generator().manual_seed(_SEED)
-    added = [module.lora for module in model.modules() if isinstance(getattr(module, "lora", None), nn.Module)]
-    of_linear = [each for each in added if isinstance(each, LowRank)]
-    of_experts = [part for each in added if isinstance(each, nn.ModuleDict) for part in each.values()]
-    for adapter in (*of_linear, *of_experts):
-        cast("LowRank", adapter).draw(generator)
+    adapted = [module for module in model.modules() if isinstance(getattr(module, "lora", None), nn.Module)]
+    for module in adapted:
+        if isinstance(module.lora, LowRank):
+            module.lora.draw(generator, cast("Tensor", module.weight))
+    for module in adapted:
+        for part in module.lora.values() if isinstance(module.lora, nn.ModuleDict) else ():
+            cast("LowRank", part).draw(generator, None)
 
 
 @torch.no_grad()
@@ -360,11 +404,12 @@ class Merge:
     """An adapter that is added to the weights of a model, in float32, while they are read."""
 
     folder: Path
-    scale: float
-    updates: Mapping[str, Sequence[tuple[Index, Tensor, Tensor]]]
-    """By the name of a weight: a place in it, A and B."""
+    updates: Mapping[str, Sequence[tuple[Index, Tensor, Tensor, float]]]
+    """By the name of a weight: a place in it, A, B and their scale."""
     saved: Mapping[str, Tensor]
     """Values of modules that were trained in full."""
+    lengths: Mapping[str, Tensor]
+    """DoRA's lengths of the rows, by the name of a weight."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, path: Path) -> Merge:
@@ -373,31 +418,38 @@ class Merge:
         Raises:
             ModelError: a tensor fits no weight of the model.
         """
-        folder, scale, state = _read_adapter("model.adapter", path, model)
+        folder, settings, state = _read_adapter("model.adapter", path, model)
         modules = dict(model.named_modules())
-        updates: dict[str, list[tuple[Index, Tensor, Tensor]]] = {}
+        updates: dict[str, list[tuple[Index, Tensor, Tensor, float]]] = {}
+        lengths: dict[str, Tensor] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in [name for name in state if name.endswith(".lora_A.weight")]:
             a, b = state.pop(name), state.pop(name.replace(".lora_A.", ".lora_B."), None)
-            weight, at = _place_of(modules, name.removesuffix(".lora_A.weight"))
+            module = name.removesuffix(".lora_A.weight")
+            weight, at = _place_of(modules, module)
             shape = None if weight is None else parameters[weight][at].shape[-2:]
             if weight is None or b is None or (b.shape[0], a.shape[1]) != shape or b.shape[1] != a.shape[0]:
                 raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
-            updates.setdefault(weight, []).append((at, a, b))
+            updates.setdefault(weight, []).append((at, a, b, settings.scale_of(module)))
+            if (magnitude := state.pop(f"{module}.lora_magnitude_vector", None)) is not None:
+                lengths[weight] = magnitude
         for name, value in state.items():
             if name not in parameters or parameters[name].shape != value.shape:
                 raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
-        return cls(folder, scale, updates, state)
+        return cls(folder, updates, state, lengths)
 
     def change(self, name: str, values: Tensor, index: Index) -> Tensor:
         """The merged values of parameter `name` at `index`, whose values in the checkpoint are `values`."""
         if name in self.saved:
             return self.saved[name][index].to(values.dtype)
-        for at, a, b in self.updates.get(name, ()):
+        for at, a, b, scale in self.updates.get(name, ()):
             # Whole products, so that values do not depend on the number of processes.
-            delta = b.float() @ a.float() * self.scale
+            delta = b.float() @ a.float() * scale
             if len(index) == 2:
-                values = (values.float() + delta[index]).to(values.dtype)
+                changed = values.float() + delta[index]
+                if name in self.lengths:
+                    changed = _stretched(changed, self.lengths[name][index[0]])
+                values = changed.to(values.dtype)
                 continue
             (expert, rows), (own_experts, own_rows, columns) = at, index
             # FSDP divides the rows of experts where there are fewer experts than processes.
@@ -408,15 +460,15 @@ class Merge:
         return values
 
 
-def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, float, dict[str, Tensor]]:
-    """The folder, the scale, and the tensors by their names in the model.
+def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, AdapterSettings, dict[str, Tensor]]:
+    """The folder, the settings, and the tensors by their names in the model.
 
     Raises:
         ModelError: the adapter cannot be read, or changes one of two weights that the model shares.
     """
     try:
         folder = adapter_folder(path)
-        scale = read_settings(folder).scale
+        settings = read_settings(folder)
         tensors = load_file(folder / ADAPTER_TENSORS)
     except (StartFault, SafetensorError, OSError) as error:
         raise ModelError(f"{key} = {path}: {error}") from error
@@ -434,7 +486,7 @@ def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, f
         adapted = [name for name in names if f"{name.removesuffix('.weight')}.lora_A.weight" in state]
         if adapted or (values and not is_one):
             raise ModelError(f"{key} = {path}: it changes only one of {_listed(names)}, which share their weight")
-    return folder, scale, state
+    return folder, settings, state
 
 
 def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, Index]:
@@ -478,6 +530,18 @@ def _knows_experts(model: PreTrainedModel) -> bool:
     return part_of(model) is None and _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type) == "qwen2_moe"
 
 
+def loraplus_parameters(model: nn.Module) -> tuple[float, set[nn.Parameter]]:
+    """LoRA+ (Hayou et al. 2024): the ratio of the higher learning rate to the other, and the parameters that have it.
+
+    These are B and, as in PEFT, all vectors.
+    """
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    if not adapters or (ratio := adapters[0].config.loraplus_lr_ratio) == 1:
+        return 1.0, set()
+    vectors = {parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim == 1}
+    return ratio, vectors.union(adapter.B for adapter in adapters)
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether `model` has adapters."""
     return any(isinstance(module, LowRank) for module in model.modules())
@@ -505,13 +569,15 @@ def adapter_parameter_names(model: nn.Module) -> set[str]:
 
 
 def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """Return the full `weight` of parameter `name` plus its adapter's update, if there is one. Collective."""
+    """Return the full `weight` of parameter `name` with its adapter, if there is one. Collective."""
     path, _, leaf = name.rpartition(".")
     lora = getattr(model.get_submodule(path), "lora", None)
     if isinstance(lora, LowRank) and leaf == "weight":
-        return weight.float() + lora.delta()
+        return lora.merged(weight)
     if isinstance(lora, nn.ModuleDict) and leaf in EXPERT_PROJECTIONS:
-        return weight.float() + torch.cat([part.delta() for part in _parts_of(lora, leaf)], dim=-2)
+        parts = _parts_of(lora, leaf)
+        own = weight.chunk(len(parts), dim=-2)
+        return torch.cat([part.merged(rows) for part, rows in zip(parts, own, strict=True)], dim=-2)
     return weight
 
 
@@ -519,29 +585,28 @@ def merge_adapter(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Let `model` compute without its adapters inside the block, as the model that they were added to."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
-    alphas = [adapter.alpha for adapter in adapters]
     try:
         for adapter in adapters:
-            adapter.alpha = 0.0
+            adapter.is_on = False
         yield
     finally:
-        for adapter, alpha in zip(adapters, alphas, strict=True):
-            adapter.alpha = alpha
+        for adapter in adapters:
+            adapter.is_on = True
 
 
-def _add_low_rank(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    assert isinstance(module.lora, LowRank)
-    added: Tensor = module.lora(inputs[0])
-    return output + added
+def _adapt(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    lora = module.lora
+    assert isinstance(lora, LowRank)
+    return lora.adapted(output, inputs[0], module.weight, module.bias) if lora.is_on else output
 
 
-def _adapt_experts(experts: nn.Module, config: LoRAConfig) -> None:
+def _adapt_experts(path: str, experts: nn.Module, config: LoRAConfig) -> None:
     loras = nn.ModuleDict()
     experts.lora = loras
     for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(experts, name)
         for part in parts:
-            loras[part] = LowRank(config, weight, weight.shape[-2] // len(parts))
+            loras[part] = LowRank(config, path, weight, weight.shape[-2] // len(parts))
     experts.forward = MethodType(_experts_forward, experts)
 
 
@@ -579,8 +644,11 @@ def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Ten
 
 
 def _project(weight: Tensor, loras: list[LowRank], factors: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+    own = nn.functional.linear(x, weight)
+    if not loras[0].is_on:
+        return own
     added = [lora.product(x, a, b) for lora, (a, b) in zip(loras, factors, strict=True)]
-    return nn.functional.linear(x, weight) + torch.cat(added, dim=-1)
+    return own + torch.cat(added, dim=-1)
 
 
 _PREFIX = "base_model.model."
@@ -595,38 +663,76 @@ class PeftAdapter:
 
 
 @torch.no_grad()
-def gather_adapter(model: PreTrainedModel, dtype: torch.dtype) -> PeftAdapter:
+def gather_adapter(model: PreTrainedModel, dtype: torch.dtype, *, is_served: bool = False) -> PeftAdapter:
     """Copy all adapters and fully trained modules to host memory, in `dtype`. Collective.
 
-    Only rank 0 gets the tensors; `state` is empty on the others.
+    Only rank 0 gets the tensors; `state` is empty on the others. With `is_served`, layers of different scales get the
+    same one, of which B holds the rest: vLLM has a single scale for an adapter.
     """
     state: dict[str, Tensor] = {}
     named = _name_in_peft(model)
+    config = peft_config(model)
+    scales: dict[str, float] = {}
+    if is_served and config["alpha_pattern"] | config["rank_pattern"]:
+        linear = {path: module for path, module in model.named_modules() if isinstance(module, LowRank)}
+        scales = {path.removesuffix(".lora") + ".lora_B.weight": lora.scale for path, lora in linear.items()}
+        rank = max(lora.rank for lora in linear.values())
+        ranks = _pattern({named(path.removesuffix(".lora")): lora.rank for path, lora in linear.items()}, rank)
+        config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": ranks, "alpha_pattern": ranks}
     for name, tensor in _trained_tensors(model):
         full = full_tensor(tensor)
+        if name in scales:
+            full = full.float() * scales[name]
         if dist.get_rank() == 0:
             state |= {_PREFIX + named(own): each.to("cpu", dtype, copy=True) for own, each in _hub_tensors(name, full)}
-    return PeftAdapter(state, peft_config(model))
+    return PeftAdapter(state, config)
 
 
 def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     """The fields of PEFT's `LoraConfig` that describe the adapters of `model`."""
     lora = next(module for module in model.modules() if isinstance(module, LowRank))
+    own, named, has_experts = lora.config, _name_in_peft(model), has_adapted_experts(model)
+    is_rslora = own.use_rslora and not has_experts
+
+    def alpha_of(alpha: float, rank: int) -> float:
+        # PEFT joins the ranks of two stacked projections, and doubles alpha too, which only keeps alpha / rank.
+        alpha = alpha * math.sqrt(rank) if own.use_rslora and not is_rslora else alpha
+        return int(alpha) if alpha == int(alpha) else alpha
+
+    layers = ((path, getattr(module, "lora", None)) for path, module in model.named_modules())
+    linear = {path: each for path, each in layers if isinstance(each, LowRank)}
+    ranks = {named(path): each.rank for path, each in linear.items()}
+    alphas = {named(path): alpha_of(own.alpha_of(path), each.rank) for path, each in linear.items()}
+    alpha = alpha_of(own.alpha, own.rank)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score(model) else "CAUSAL_LM",
         "base_model_name_or_path": _place(model.config.name_or_path),
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "r": own.rank,
+        "lora_alpha": alpha,
+        "rank_pattern": _pattern(ranks, own.rank),
+        "alpha_pattern": _pattern(alphas, alpha),
         # PEFT does not support dropout for stacked experts, and inference does not need it.
-        "lora_dropout": 0.0 if has_adapted_experts(model) else lora.dropout.p,
+        "lora_dropout": 0.0 if has_experts else lora.dropout.p,
         **_targets(model),
-        "modules_to_save": [_name_in_peft(model)(path) for path, _ in _saved_modules(model)] or None,
+        "modules_to_save": [named(path) for path, _ in _saved_modules(model)] or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
+        "use_rslora": is_rslora,
+        "use_dora": own.use_dora,
         "inference_mode": True,
+    }
+
+
+def _pattern(values: Mapping[str, ValueT], default: ValueT) -> dict[str, ValueT]:
+    """PEFT's pattern for values by path: by the last component of the path, if its layers have the same value."""
+    by_name: dict[str, set[ValueT]] = {}
+    for path, value in values.items():
+        by_name.setdefault(path.rpartition(".")[2], set()).add(value)
+    return {
+        path if len(by_name[name := path.rpartition(".")[2]]) > 1 else name: value
+        for path, value in values.items()
+        if value != default
     }
 
 
@@ -674,6 +780,8 @@ def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             base = path.removesuffix(".lora").replace(".lora.", ".")
             yield f"{base}.lora_A.weight", module.A
             yield f"{base}.lora_B.weight", module.B
+            if module.magnitude is not None:
+                yield f"{base}.lora_magnitude_vector", module.magnitude
     for path, module in _saved_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{name}", parameter
@@ -694,7 +802,7 @@ def _hub_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _hub_names(name: str, shape: torch.Size) -> Iterator[tuple[str, int | None]]:
     """Yield the name itself, or each expert's hub name and number if their adapters are stacked."""
-    if ".lora_" not in name or len(shape) == 2:
+    if ".lora_" not in name or len(shape) <= 2:
         yield name, None
         return
     module, part, factor, leaf = name.rsplit(".", 3)

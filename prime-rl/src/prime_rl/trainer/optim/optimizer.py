@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.trainer.model.lora import loraplus_parameters
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport.loading import full_tensor, index_of, local
@@ -297,13 +298,23 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return float(norm)
 
 
+def _groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """The trainable parameters. Those of LoRA+ that have a higher rate are a group of their own, the last one."""
+    ratio, fast = loraplus_parameters(model)
+    groups: list[dict[str, Any]] = []
+    for rate, is_fast in ((config.lr, False), (config.lr * ratio, True)):
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        if parameters := [parameter for parameter in trained if (parameter in fast) is is_fast]:
+            groups.append({"params": parameters, "lr": rate})
+    return groups
+
+
 def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     match config:
         case AdamWConfig():
             # The fused kernel updates all parameters in one pass. On a CPU it is five times as fast as the loop.
             return ShardAdamW(
-                parameters,
+                _groups(config, model),
                 lr=config.lr,
                 betas=(config.betas1, config.betas2),
                 weight_decay=config.weight_decay,
@@ -311,7 +322,7 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
             )
         case SGDConfig():
             return torch.optim.SGD(
-                parameters,
+                _groups(config, model),
                 lr=config.lr,
                 momentum=config.momentum,
                 nesterov=config.nesterov,

@@ -69,7 +69,7 @@ class FileSystemBroadcast:
         Raises:
             OSError: the weights cannot be written. The run must stop, because the engines would wait for this version.
         """
-        adapter = gather_adapter(model, dtype) if self.sends_adapter else None
+        adapter = gather_adapter(model, dtype, is_served=True) if self.sends_adapter else None
         weights = gather_weights(model, dtype) if adapter is None else {}
         if self.process.rank != 0:
             return

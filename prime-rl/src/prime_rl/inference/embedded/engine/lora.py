@@ -175,18 +175,19 @@ class AdapterStore:
 
     def _read(self, directory: Path, spec: AdapterSpec) -> Layers:
         known = {self.named(path) for site in self.sites for path in site}
-        if odd := [path for path in spec.paths if path not in known]:
+        if odd := [path for path in spec.scales if path not in known]:
             raise mismatch_error(directory, f"adapters on {odd[0]} are not supported")
         tensors = read_weights(directory)
 
         def update_of(path: str) -> LowRank:
-            if self.named(path) not in spec.paths:
+            scale = spec.scales.get(self.named(path))
+            if scale is None:
                 num_outputs, num_inputs = self.base[f"{path}.weight"]
                 return LowRank(torch.zeros(0, num_inputs), torch.zeros(num_outputs, 0))
             down, up = (tensors[spec.key(self.named(path), side)].float() for side in "AB")
-            return LowRank(down, up * spec.scale)
+            return LowRank(down, up * scale)
 
-        touched = [site for site in self.sites if not set(map(self.named, site)).isdisjoint(spec.paths)]
+        touched = [site for site in self.sites if not set(map(self.named, site)).isdisjoint(spec.scales)]
         return {site: self._to_device(LowRank.join([update_of(path) for path in site])) for site in touched}
 
     def _to_device(self, change: LowRank) -> LowRank:
