@@ -113,7 +113,9 @@ async def test_an_image_that_the_environment_shows_later_is_refused_by_name(poli
 
 
 def test_an_image_in_a_prompt_is_refused_with_its_row() -> None:
-    with pytest.raises(EnvironmentFault, match="'letters-env': the prompt of row 1 has an image, and training on"):
+    with pytest.raises(
+        EnvironmentFault, match="'letters-env': the prompt of row 1 has an image, and RL and evaluation read text alone"
+    ):
         load(args={"kind": "images"}).refuse_images()
     load(args={"kind": "parts"}).refuse_images()
     load().refuse_images()

@@ -98,6 +98,14 @@ async def test_training_refuses_what_hides_tokens_from_sampling(policy_server, m
         assert (await agent.ask(**mask))[0] == 200
 
 
+async def test_training_refuses_an_image_by_its_message(policy_server) -> None:
+    shown = [*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    async with agent_of(policy_server) as agent:
+        status, answer = await agent.ask(shown)
+    assert status == 400
+    assert answer["error"]["message"].startswith("messages: message 2 has an image: RL and evaluation read text alone")
+
+
 @pytest.mark.parametrize("changed", [{"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}])
 async def test_other_tools_or_template_arguments_begin_a_new_prompt(policy_server, changed: dict[str, Any]) -> None:
     async with agent_of(policy_server) as agent:

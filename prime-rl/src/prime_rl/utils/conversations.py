@@ -479,7 +479,7 @@ def tools_of(row: Row) -> list[dict[str, Any]]:
 
 ONLY_TEXT = "only parts of text can be trained on"
 _NO_CHAT = "write messages, in which each image has its place"
-NO_IMAGES = "training on images is not supported yet: use an environment of text"
+NO_IMAGES = "RL and evaluation read text alone: use an environment of text"
 
 
 def _images_of(row: Row, filled: Row) -> list[Any]:

@@ -81,7 +81,7 @@ def read_sequences(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
     if missing := [name for name in REQUIRED if name not in tensors]:
         raise BadTensors(f"a trajectory lacks {', '.join(missing)}")
     if "multi_modal_input" in tensors:
-        raise BadTensors("multi_modal_input: training on images is not supported")
+        raise BadTensors("multi_modal_input: RL trains on text alone, not on images")
     names = [name for name in (*REQUIRED, "versions") if name in tensors and name != "rewards"]
     tables = {name: _table(name, tensors[name]) for name in names}
     rewards = _plain(tensors["rewards"])

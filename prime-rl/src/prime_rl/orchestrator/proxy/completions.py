@@ -19,8 +19,9 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, routed_experts_of
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
-from prime_rl.utils.conversations import has_image
+from prime_rl.utils.conversations import NO_IMAGES, has_image
 from prime_rl.utils.http_server import entries_fault
+from prime_rl.utils.images import image_parts
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -51,7 +52,7 @@ async def complete(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("n", "max_tokens", "max_completion_tokens"):
         typed(body, name, int)
     asked = {name: body[name] for name in FORWARDED if body.get(name) is not None}
-    _refuse_masks(asked, session)
+    _refuse_untrainable(asked, session)
     count = asked["n"] if isinstance(asked.get("n"), int) and asked["n"] > 0 else 1
     sent = counted(session, {**asked, **session.sampling, **_limits(asked, session.sampling)}, count)
     sent |= {"model": session.model, "logprobs": True, "return_token_ids": True}
@@ -140,10 +141,13 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _refuse_masks(asked: Mapping[str, Any], session: Session) -> None:
-    """Refuse what lets only some tokens be sampled: the trainer computes log-probabilities over all of them."""
+def _refuse_untrainable(asked: Mapping[str, Any], session: Session) -> None:
+    """Refuse images, which the trainer does not see, and what lets only some tokens be sampled: it computes
+    log-probabilities over all of them."""
     if not session.sampling.get("return_token_ids"):
         return  # an evaluation
+    if images := image_parts(asked["messages"]):
+        raise Refused(400, f"messages: message {images[0].message} has an image: {NO_IMAGES}")
     if asked.get("response_format", {"type": "text"}) != {"type": "text"}:
         raise Refused(
             400, "response_format: not in training, where every token can be sampled; check the answer's form"

@@ -102,7 +102,7 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
     if sample.routed_experts is not None and len(sample.routed_experts) != prompt + completion:
         return f"routed_experts has {len(sample.routed_experts)} entries for {prompt + completion} tokens"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
-        return "it has images, and training on images is not supported yet"
+        return "it has images, and RL trains on text alone"
     return None
 
 
