@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import (
     AdamWConfig,
@@ -24,6 +26,7 @@ from prime_rl.configs.trainer import (
     SchedulerConfig,
     SGDConfig,
 )
+from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import (
     clip_gradients,
@@ -188,6 +191,27 @@ def test_states_on_the_host_give_bit_identical_results(config: OptimizerConfig, 
         optimizer.step()
         scheduler.step()
     assert all(torch.equal(parameter, expected[name]) for name, parameter in net.named_parameters())
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS)
+def test_a_checkpoint_before_the_first_update_changes_no_update(config: OptimizerConfig) -> None:
+    """PPO's critic is trained, and checkpoints are saved, before the policy's first update."""
+
+    def start() -> TrainedModel:
+        net = Net()
+        optimizer = setup_optimizer(config, net)
+        optimizer.state.clear()  # as on a GPU, where the first update makes the states
+        return TrainedModel(
+            cast("PreTrainedModel", net), optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 4)
+        )
+
+    plain, saved, resumed = start(), start(), start()
+    resumed.restore(copy.deepcopy(saved.tensors()), None)
+    for each in (plain, saved, resumed):
+        for seed in range(2):
+            give_gradients(each.model, seed)
+            each.optimizer.step()
+        assert all(map(torch.equal, each.model.parameters(), plain.model.parameters()))
 
 
 def test_states_stay_in_the_same_host_memory() -> None:

@@ -125,7 +125,15 @@ class TrainedModel:
         """The part of the state that all processes save together. Collective."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        is_new = not self.optimizer.state
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        if is_new:
+            # PyTorch has made the states by an update with gradients of zero. It is none: AdamW would count it and make
+            # the first real update too small, and SGD would keep its weight decay as momentum.
+            for states in self.optimizer.state.values():
+                for value in states.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
         trained = without_frozen(cast(Mapping[str, Tensor], model_state), self.model)
         return {"model": trained, "optimizer": optimizer_state}
 
