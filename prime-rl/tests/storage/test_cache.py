@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from s3_server import Proxy, failing, only
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -18,8 +20,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import load_problems
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.staging import CACHE_VARIABLE, Listing, inputs_of, local_copy, staged
+from prime_rl.storage.staging import CACHE_VARIABLE, Listing, StoredImages, inputs_of, local_copy, staged
 from prime_rl.utils.errors import StagingRefused, StorageError
+from prime_rl.utils.images import KNOWN_FORMATS, ImageFault, ImageLimits, read_image
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "inner/tokenizer.json": b"[]"}
 
@@ -162,6 +165,30 @@ def test_a_curriculum_on_s3_is_followed(s3: S3, model: S3Name, root: Path) -> No
     problems = load_problems(read_rows_config(local.env[0].args))
     assert [problem.answer for problem in problems] == ["c", "a"]
     assert local.buffer.order == "sequential"
+
+
+def test_images_of_rows_are_downloaded_once(s3: S3, proxy: Proxy, bucket: str, root: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(file, "PNG")
+    s3.write(file.getvalue(), S3Name(bucket, "scans/a.png"))
+    s3.write(b"text", S3Name(bucket, "scans/b.png"))
+    fetch, limits = StoredImages(), ImageLimits(max_bytes=len(file.getvalue()))
+
+    def fault(name: str, limits: ImageLimits = limits) -> str:
+        with pytest.raises(ImageFault) as caught:
+            read_image(name, root, limits, fetch)
+        return str(caught.value)
+
+    for _ in range(2):
+        assert read_image(f"s3://{bucket}/scans/a.png", root, limits, fetch).size == (3, 2)
+    assert len([path for path in gets(proxy) if "a.png" in path]) == 1
+    scans = f"s3://{bucket}/scans"
+    assert fault(f"{scans}/b.png") == f"{scans}/b.png: it is not an image of a known format ({KNOWN_FORMATS})"
+    assert fault(f"{scans}/no.png") == f"{scans}/no.png: there is no object and no prefix with this name"
+    assert fault(scans) == f"{scans} is a folder of 2 files, 1 MB, not an image"
+    fetch = StoredImages()  # without the copy
+    assert fault(f"{scans}/a.png", ImageLimits(max_bytes=10)) == f"{scans}/a.png has 1 MB, more than 1 MB"
+    assert fault("s3://Bad_Bucket!/a.png").startswith("s3://Bad_Bucket!/a.png: ")
 
 
 def test_every_input_that_is_missing_has_its_own_line(s3: S3, model: S3Name, root: Path) -> None:

@@ -253,3 +253,26 @@ def _replaced(value: Any, paths: dict[S3Name, Path]) -> Any:
     if not changed:
         return value
     return value.model_copy(update=changed) if isinstance(value, BaseModel) else {**value, **changed}
+
+
+class StoredImages:
+    """The local copies of images that rows of data name `s3://…`, as `read_image` asks for them. Copies are kept."""
+
+    def __init__(self) -> None:
+        self._s3: S3 | None = None
+        self._paths: dict[str, Path] = {}
+
+    def __call__(self, name: str, max_bytes: int) -> Path:
+        """Raises StorageError or BadS3Name: it is no such object, is too large, or cannot be downloaded."""
+        if name not in self._paths:
+            self._s3 = self._s3 or S3.connect()
+            place = S3Name.of(name)
+            if place is None:
+                raise BadS3Name(f"{name}: not a name on S3")
+            listing = Listing.of(self._s3, place)
+            if [each.name for each in listing.objects] != [place]:
+                raise StorageError(f"{name} is a folder of {listing}, not an image")
+            if listing.size_bytes > max_bytes:
+                raise StorageError(f"{name} has {size_text(listing.size_bytes)}, more than {size_text(max_bytes)}")
+            self._paths[name] = local_copy(self._s3, listing, cache_root(os.environ), lambda line: None)
+        return self._paths[name]

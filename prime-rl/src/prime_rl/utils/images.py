@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from prime_rl.utils.errors import first_line, one_line
+from prime_rl.utils.errors import PrimeError, first_line, one_line
 from prime_rl.utils.files import open_regular, size_text
 from prime_rl.utils.terminal import shortened
 
@@ -48,7 +48,7 @@ _MOST_SIDES_RATIO = 200
 _ROWS_AT_ONCE = 256
 
 Fetch = Callable[[str, int], Path]
-"""The local copy of what a name `s3://…` stands for, if it has at most so many bytes. What it raises is a fault."""
+"""The local copy of what `s3://…` names, if it has at most so many bytes. Its PrimeErrors and ValueErrors are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ def _fetched(source: str, limits: ImageLimits, fetch: Fetch | None) -> Path:
         raise ImageFault(f"{_shown(source)}: images on S3 are not read here")
     try:
         return fetch(source, limits.max_bytes)
-    except Exception as error:
+    except (PrimeError, ValueError) as error:
         raise ImageFault(str(error)) from error
 
 
