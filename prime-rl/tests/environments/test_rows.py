@@ -17,6 +17,7 @@ from prime_rl.environments.rows.formats import FORMATS, boxed, find_format
 from prime_rl.environments.rows.loading import Problem, load_problems, mixed
 from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.environments.rows.sources import RowsFault
+from prime_rl.utils.conversations import has_image
 from prime_rl.utils.pydantic_config import ConfigError
 
 Write = Callable[[str, Sequence[Mapping[str, Any]]], str]
@@ -156,6 +157,17 @@ def test_a_type_or_a_part_of_the_path_chooses_the_format(path: str, kind: str | 
 )
 def test_the_last_box_is_read_with_its_braces(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
+
+
+def test_images_of_a_row_are_kept_so_that_training_refuses_them(write: Write) -> None:
+    for held, is_image in (
+        ({"images": ["a.PNG"]}, True),
+        ({"image": {"path": "a.dcm"}}, True),
+        ({"images": []}, False),
+        ({"image": "registry.example/task:1"}, False),  # of a container
+    ):
+        (problem,) = load({"path": write("rows.jsonl", questions(1, **held))})
+        assert has_image(problem.prompt) == is_image, held
 
 
 def test_ids_survive_filters_mixing_templates_and_other_rows_before(write: Write) -> None:

@@ -91,7 +91,7 @@ BROKEN_FILES: dict[str, tuple[bytes, str]] = {
     "bomb.gif": (GIF_HEADER + b",\0\0\0\0" + b"\xff" * 4 + b"\0\2\0;", "its header claims more than 10,000 pixels"),
     "text_bomb.png": (png(2, 2, bytes(6), png_chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**27)))), "damaged"),
     "long.png": (saved(Image.new("L", (9000, 1))), "9,000 x 1 pixels: one side may be 200 times the other: cut it"),
-    "scans.jpg": (with_scans(600), "scans, and at most 500 are decoded: save it again"),
+    "scans.jpg": (with_scans(600), "scans, and at most 500 of its size are decoded: save it again"),
     "moving.gif": (saved(shapes(), "GIF", **FRAMES), "it has several frames: write the one that is meant"),
     "moving.webp": (saved(shapes(), "WEBP", **FRAMES), "it has several frames"),
     "moving.png": (saved(shapes(), "PNG", **FRAMES), "it has several frames"),

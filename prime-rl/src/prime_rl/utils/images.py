@@ -40,8 +40,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 KNOWN_FORMATS = "PNG, JPEG, WebP, BMP, GIF, TIFF or DICOM"
 MOST_PIXELS = 178_956_970
 """Pillow refuses files above this number, whatever our limit is."""
-MOST_SCANS = 500
-"""Of a progressive JPEG. Each goes over all pixels, and takes as little as ten bytes: a megabyte could take hours."""
+MOST_SCANS, _MOST_SCANNED = 500, 2_000_000_000
+"""Of a progressive JPEG: scans, and pixels of all scans together, which take 3 seconds. A scan goes over all pixels,
+and may be as short as ten bytes: a megabyte of them would take hours."""
 _NAME_CHARS = 200
 _MOST_SIDES_RATIO = 200
 """As processors of Qwen's models allow: nothing is left of the short side once the long one fits."""
@@ -56,7 +57,7 @@ class ImageLimits:
     """What the images of one row may have."""
 
     max_pixels: int = 50_000_000
-    """Of one image. A chest X-ray has 10 million, the largest phones make 50; a decoded pixel takes up to 12 bytes."""
+    """Of one image. A chest X-ray has 10 million, phones make up to 50. Each takes up to 24 bytes while it is read."""
     max_bytes: int = 2**27
     """Of one file, as it is stored."""
     max_images: int = 32
@@ -138,8 +139,9 @@ def _check_header(image: Image, content: bytes, limits: ImageLimits) -> None:
         what = "pages" if image.format == "TIFF" else "frames"
         raise ImageFault(f"it has several {what}: write the one that is meant to a file of its own")
     # In a JPEG's data, FF is followed by 00: DA after it begins a scan.
-    if image.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MOST_SCANS:
-        raise ImageFault(f"its JPEG has {scans:,} scans, and at most {MOST_SCANS} are decoded: save it again")
+    scans = content.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
+    if scans > (most := min(MOST_SCANS, _MOST_SCANNED // (width * height))):
+        raise ImageFault(f"its JPEG has {scans:,} scans, and at most {most} of its size are decoded: save it again")
 
 
 def _rgb(image: Image) -> Image:
@@ -150,7 +152,7 @@ def _rgb(image: Image) -> Image:
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scaled(image)
     elif image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
-        whole = image.convert("RGBA")
+        whole = image if image.mode == "RGBA" else image.convert("RGBA")
         image = images.new("RGB", whole.size, "white")
         image.paste(whole, mask=whole.getchannel("A"))
     image = image.convert("RGB")

@@ -30,6 +30,7 @@ DUMMY_ROWS = 64
 _HASH_LENGTH = 16
 """Hexadecimal digits. Of ten million rows, two share a hash with a probability of 3e-6."""
 _IMAGES = ("images", "image")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".dcm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +244,15 @@ def _image_parts(value: Any) -> list[dict[str, Any]]:
     parts = []
     for each in values:
         content = each.get("bytes") if isinstance(each, Mapping) else None
+        path = each.get("path") if isinstance(each, Mapping) else each
         if content:
             data = base64.b64encode(bytes(content)).decode()
             parts.append({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}})
+        elif isinstance(path, str) and path.lower().endswith(_IMAGE_SUFFIXES):
+            # Others are no images: the `image` of a task for agents is that of a container.
+            parts.append({"type": "image_url", "image_url": {"url": path}})
+        elif type(each).__module__.startswith("PIL."):  # `datasets` has decoded it
+            parts.append({"type": "image"})
     return parts
 
 
