@@ -109,7 +109,7 @@ WHOLE_HEAD = """\
 Of a checkpoint with a vision tower, the language part is trained alone, and the tower stays on the disk. An export is
 the whole checkpoint again: the same class, names and processor files, the tower's tensors bit for bit. The embedded
 engine serves the language part too. Adapters have the module names of the whole class, so PEFT and vLLM load them on
-it. Images in the data are not supported yet.
+it. `[model.vision]` trains some families on images, with the tower ([images](images.md)).
 
 `model.language_model_only = true` exports the language part alone, as its causal class; with
 `inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules

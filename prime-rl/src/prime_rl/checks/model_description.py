@@ -69,6 +69,10 @@ PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
 """Language parts without a causal class of their own, and the model that they are on text, where the three positions of
 multimodal rotary embeddings are equal."""
 
+VISION_FAMILIES = frozenset("gemma3 idefics3 qwen2_5_vl qwen3_vl smolvlm".split())
+"""Model types that are trained on images: loss and gradients of packed rows equal Transformers' class. Tests compare
+them."""
+
 _LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES | PLAIN_LANGUAGE_PARTS.keys()
 
 UNTRAINED_FAMILIES = frozenset(
@@ -303,6 +307,13 @@ class ModelDescription:
         kind = rope.get("rope_type") or rope.get("type")
         original = rope.get("original_max_position_embeddings") or self.setting("original_max_position_embeddings")
         return kind == "longrope" and bool(original) and (longest or self.setting("max_position_embeddings")) > original
+
+
+def vision_fault(family: str) -> str | None:
+    """Why models of a type are not trained on images; None if they are."""
+    if family in VISION_FAMILIES:
+        return None
+    return f"[model.vision] trains {', '.join(sorted(VISION_FAMILIES))} on images, not models of type {family!r}"
 
 
 def quantization_fault(settings: Any) -> str | None:

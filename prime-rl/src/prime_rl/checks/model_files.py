@@ -10,7 +10,7 @@ from typing import Any
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
-from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.model_description import ModelDescription, vision_fault
 from prime_rl.checks.start_dir import NotDownloaded, StartDir, looks_like_path
 from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
 from prime_rl.utils.errors import StartFault
@@ -29,6 +29,8 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     if description is not None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
         if fault := fault or description.division_fault(model):
+            return fault
+        if model.vision is not None and (fault := vision_fault(description.family)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
 

@@ -159,6 +159,16 @@ class LoRAConfig(BaseConfig):
                     yield f'{key}: "{pattern}" is not a regular expression: {error}'
 
 
+class VisionConfig(BaseConfig):
+    """Trains on the images of the data too, with the whole class of the checkpoint."""
+
+    max_images: Count = 32
+    """Largest number of images of a row of the data."""
+
+    max_pixels: Count = 50_000_000
+    """Largest number of pixels of an image as it is stored. The model's image processor makes it smaller."""
+
+
 class DebugModelConfig(BaseConfig):
     """Switches for debugging the model."""
 
@@ -244,6 +254,10 @@ class ModelConfig(BaseModelConfig):
     """Export only the language model of a checkpoint with a vision tower, as its causal class. False exports the whole
     checkpoint. Only the language model is trained either way."""
 
+    vision: VisionConfig | None = None
+    """SFT: train on the images of the data with the vision tower of the checkpoint, which stays as it is. None reads
+    text alone, and loads no tower."""
+
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""
 
@@ -296,8 +310,22 @@ class ModelConfig(BaseModelConfig):
             yield "router_bias_update_rate with [lora]: an adapter cannot hold the bias: remove one"
         if self.tp > 1 and self.lora is not None and self.lora.use_dora:
             yield f"tp ({self.tp}) with lora.use_dora, which needs whole rows of each layer: remove one"
+        if self.vision is not None:
+            yield from (f"[vision] {fault}" for fault in self._vision_faults())
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
+
+    def _vision_faults(self) -> Iterator[str]:
+        for name in ("cp", "tp", "ep"):
+            if (size := getattr(self, name)) > 1:
+                yield f"with {name} = {size}: rows with images are not divided among processes: remove one"
+        for name in ("lora", "adapter"):
+            if getattr(self, name) is not None:
+                yield f"with {name}: adapters of models with images are not supported yet: remove one"
+        if self.language_model_only:
+            yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
+        if self.trust_remote_code:
+            yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:

@@ -408,6 +408,8 @@ class SFTConfig(LaunchedConfig):
                     yield f"early_stop.{key} is a rule for RL: set patience or target"
         if self.distillation is not None and self.distillation.sft_coef == 0 and self.loss in ("dft", "phi"):
             yield f"loss = {self.loss!r} weights the cross-entropy, and distillation.sft_coef = 0 omits it: set one"
+        if self.model.vision is not None:
+            yield from (f"[model.vision] {fault}" for fault in self._vision_faults())
         if isinstance(self.model.fused_lm_head_chunk_size, int):
             yield "model.fused_lm_head_chunk_size must be 'auto' or 'disabled': SFT has no fused output layer"
         deployment = self.deployment
@@ -424,6 +426,16 @@ class SFTConfig(LaunchedConfig):
         if self.train_gpus_per_node > 0:
             processes = deployment.num_nodes * self.train_gpus_per_node
             yield from filter(None, (division_fault(self.model, processes) or self._batch_fault(processes),))
+
+    def _vision_faults(self) -> Iterator[str]:
+        if self.distillation is not None:
+            yield "with [distillation]: a teacher reads text alone: remove one"
+        if self.tokenizer.add_tokens:
+            yield "with tokenizer.add_tokens is not supported yet: remove one"
+        if not isinstance(self.data, SFTDataConfig):
+            yield "needs a dataset (data.type = 'sft')"
+        elif self.data.overlong == "split":
+            yield "with data.overlong = 'split': an image has no pieces: truncate, drop or error"
 
     def _batch_fault(self, processes: int) -> str | None:
         sharing, group = product_of(self.model, "cp", "tp")

@@ -423,7 +423,8 @@ def _content(number: int, content: Any, with_images: bool) -> str | list[dict[st
             parts.append({"type": "text", "text": text})
         elif isinstance(part, Mapping) and isinstance(content, list):
             if not (with_images and is_image(part)):
-                raise RowFault(f"message {number}: a part of type {part.get('type')!r}: {ONLY_TEXT}")
+                only = ONLY_IMAGES if with_images else ONLY_TEXT
+                raise RowFault(f"message {number}: a part of type {part.get('type')!r}: {only}")
             source = source_of(part)
             parts.append({"type": "image", "image": part.get("index") if source is None else source})
         else:
@@ -477,9 +478,23 @@ def tools_of(row: Row) -> list[dict[str, Any]]:
 # Images in rows and messages.
 
 
-ONLY_TEXT = "only parts of text can be trained on"
+ONLY_TEXT = "only parts of text can be trained on without [model.vision]"
+ONLY_IMAGES = "only parts of text and images can be trained on"
 _NO_CHAT = "write messages, in which each image has its place"
 NO_IMAGES = "RL and evaluation read text alone: use an environment of text"
+
+
+def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Messages that `read_row` has read, with parts that only say where an image is, and the images in order."""
+    images: list[Any] = []
+    marked: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            images += [part["image"] for part in content if is_image(part)]
+            content = [{"type": "image"} if is_image(part) else part for part in content]
+        marked.append({**message, "content": content})
+    return marked, images
 
 
 def _images_of(row: Row, filled: Row) -> list[Any]:

@@ -219,6 +219,7 @@ LABELS = {
     "reference": "reference model",
     "critic": "critic",
     "teacher": "teacher",
+    "tower": "vision tower",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
     "copy": "copy for a checkpoint",

@@ -296,12 +296,16 @@ def estimate_sft(
         engines += _frozen(frozen_judges(config.eval.judge, config.device), frozen, gpu, device)
         if device == "cpu" and room is not None:
             room -= sum(each.needed_bytes for each in engines) // (processes // nodes)
-    teacher = {}
+    beside = {}
     if config.distillation is not None:  # frozen, in the compute dtype
         size = frozen[config.distillation.teacher].parameters
-        teacher = {"teacher": size * training.compute_bytes // training.shards}
-    trainer = _trainer([training], room, config.ckpt, teacher)
-    trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config)])
+        beside = {"teacher": size * training.compute_bytes // training.shards}
+    if config.model.vision is not None:
+        # All of it is gathered in each process while a row is computed.
+        shards = 0 if training.keeps_gathered else shape.tower * training.master_bytes // training.shards
+        beside = {"tower": shards + shape.tower * training.compute_bytes}
+    trainer = _trainer([training], room, config.ckpt, beside)
+    trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config)])
     return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
 
 
@@ -310,6 +314,12 @@ def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
     has such layers is counted as if all did."""
     has_states = bool(ModelDescription(shape.config).layer_kinds & STATE_LAYERS)
     return row_tokens if has_states else -(-row_tokens // model.cp)
+
+
+def _vision_notes(config: SFTConfig) -> list[str]:
+    if config.model.vision is None:
+        return []
+    return ["images: the activations of the vision tower, which depend on the images of a row, are not counted"]
 
 
 def _reference_notes(config: SFTConfig) -> list[str]:

@@ -257,6 +257,8 @@ class ModelShape:
     config: Mapping[str, Any]
     tensors: Tensors
     """As named on the hub, without a tied head. The experts of a layer are stacked: [experts, out, in]."""
+    tower: int = 0
+    """Number of parameters of a checkpoint beside its language model."""
 
     @classmethod
     def of(cls, name: str, num_layers: int | None = None) -> ModelShape:
@@ -270,14 +272,15 @@ class ModelShape:
             raise StartFault(f"not in the local cache: run `hf download {name} config.json` first")
         config = with_usual_names(read_config(folder))
         # The language part of a checkpoint of several parts is trained alone.
-        held = {name: shape for name, shape in tensor_shapes(folder).items() if not is_of_tower(name)}
+        shapes = tensor_shapes(folder)
+        held = {name: shape for name, shape in shapes.items() if not is_of_tower(name)}
         tensors = _stacked(held) or tensors_of_config(config)
         if is_tied(config):
             tensors = {key: shape for key, shape in tensors.items() if not key.endswith("lm_head.weight")}
         if num_layers is not None:
             config = {**config, "num_hidden_layers": min(num_layers, config["num_hidden_layers"])}
             tensors = {key: shape for key, shape in tensors.items() if _layer_of(key) < num_layers}
-        return cls(config, tensors)
+        return cls(config, tensors, count(shapes) - count(held))
 
     @cached_property
     def blocks(self) -> list[Tensors]:

@@ -17,8 +17,8 @@ class NotBuilt:
     """A key that is not supported, or not with every value."""
 
     key: str
-    """Dotted key, with its component: `trainer`, `orchestrator`, `inference`, `sft`, `rl`, `eval` or `env_server`. A
-    list means each of its items: `orchestrator.filters.window`."""
+    """Dotted key, with its component: `trainer`, `orchestrator`, `inference`, `sft`, `dpo`, `rm`, `rl`, `eval` or
+    `env_server`. `dpo` and `rm` have what `sft` has. A list means each of its items: `orchestrator.filters.window`."""
     why: str = ""
     """Why, or what to do instead."""
     values: tuple[Any, ...] = ()
@@ -38,6 +38,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("sft.loss_impl", "use torch, which also holds few logits at a time", ("liger",)),
     *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),
     *_of_both_trainers("log.vf_level", "the trainer runs no environments", refused=False),
+    *(NotBuilt(f"{root}.model.vision", "only SFT trains on images") for root in ("trainer", "dpo", "rm")),
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
     NotBuilt("trainer.ckpt.skip_progress", "RL resumes with everything that was saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL resumes with everything that was saved"),

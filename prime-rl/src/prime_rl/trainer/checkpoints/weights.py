@@ -26,6 +26,7 @@ from prime_rl.trainer.model.lora import (
     gather_adapter,
     merge_adapter,
 )
+from prime_rl.trainer.model.vision import vision_of
 from prime_rl.transport.language_part import PROCESSOR_FILES, part_of
 from prime_rl.transport.loading import float32_names, full_tensor, has_score
 from prime_rl.utils.files import replacing_directory
@@ -164,6 +165,9 @@ def write_export(
         if part is None:
             model_config.save_pretrained(scratch)
             _change_json(scratch / "config.json", add_older_keys)
+            vision = vision_of(model)
+            for name, content in (vision.files if vision is not None else {}).items():
+                (scratch / name).write_bytes(content)
         else:
             (scratch / "config.json").write_text(json.dumps(part.config(export.dtype), indent=2, sort_keys=True) + "\n")
             for file in filter(Path.is_file, (part.folder / name for name in PROCESSOR_FILES)):

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ActivationOffloadingConfig, ModelConfig
 from prime_rl.trainer.model.hybrids import StateLayers
+from prime_rl.trainer.model.vision import language_model
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.versions import compile_for_all_shapes
@@ -151,7 +152,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
         ModelError: the model has no list of `num_hidden_layers` modules.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
+    for module in language_model(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return module
     raise ModelError(f"{type(model).__name__} has no list of decoder blocks: this architecture is not supported")

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
@@ -25,9 +26,10 @@ from transformers import (
     dynamic_module_utils,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.model_description import ModelDescription, vision_fault
 from prime_rl.checks.model_files import unused_tensors
 from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
@@ -45,16 +47,18 @@ from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.expert_parallel import divide_experts, shard_experts
 from prime_rl.trainer.model.hybrids import StateLayers
+from prime_rl.trainer.model.images import FAMILIES
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tensor_parallel import divide_layers
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
+from prime_rl.trainer.model.vision import attach_vision
 from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
-from prime_rl.transport.language_part import attach, language_config, part_of
+from prime_rl.transport.language_part import PROCESSOR_FILES, attach, language_config, part_of
 from prime_rl.transport.loading import (
     compute_buffers,
     fill,
@@ -282,7 +286,7 @@ def setup_frozen(
     if name is not None:
         changes |= {"name": name, "adapter": None, "lora": None, "debug": type(config.debug)()}
         # Of the trained model alone: another one may have no routers, and is not exported.
-        changes |= {"freeze_moe_router": False, "language_model_only": False}
+        changes |= {"freeze_moe_router": False, "language_model_only": False, "vision": None}
     return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
 
 
@@ -321,12 +325,16 @@ def setup_model(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model_config, is_part = load_model_config(config, is_scored=is_scored)
-    kind = _reward_class(config, model_config) if is_scored else AutoModelForCausalLM
+    kind: Any = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
+    if is_scored:
+        kind = _reward_class(config, model_config)
     added = _add_embeddings(model_config, embeddings, process)
     options = _model_options(config, model_config, process)
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     # Without values, which come after sharding: no process ever holds the whole model.
     model = _build_blank(kind, model_config, options)
+    if config.vision is not None:
+        attach_vision(model, _processor_files(config.name))
     if is_scored and not has_score(model):
         raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
     weights: Callable[[PreTrainedModel], None]
@@ -454,7 +462,10 @@ def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[
     description = ModelDescription(model_config.to_dict())
     if fault := description.parts_fault() or (description.scoring_fault() if is_scored else None):
         raise ModelError(f"model.name = {config.name}: {fault}")
-    if description.has_known_language_part:
+    if config.vision is not None and (fault := vision_fault(description.family)):
+        raise ModelError(f"model.name = {config.name}: {fault}")
+    is_part = description.has_known_language_part and config.vision is None
+    if is_part:
         model_config = language_config(model_config)
     # A model of the hub that was not in this machine's cache at the start is checked here.
     if fault := ModelDescription(model_config.to_dict()).division_fault(config):
@@ -464,7 +475,13 @@ def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[
         layers = text.num_hidden_layers = min(config.debug.num_layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
-    return model_config, description.has_known_language_part
+    return model_config, is_part
+
+
+def _processor_files(name: str) -> dict[str, bytes]:
+    """The files of the processor of a checkpoint."""
+    found = ((file, cached_file(name, file, _raise_exceptions_for_missing_entries=False)) for file in PROCESSOR_FILES)
+    return {file: Path(path).read_bytes() for file, path in found if path is not None}
 
 
 def _add_embeddings(model_config: PretrainedConfig, wanted: int, process: Process) -> int:
@@ -506,6 +523,8 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
     """Arguments for Transformers to build the model. Logs the selected attention kernel."""
     compute = compute_dtype(config, process.device)
     kernel, reason = choose_attention(config.attn, model_config, process.device, compute)
+    if config.vision is not None and FAMILIES[model_config.model_type].sees_whole_images and kernel != SDPA:
+        kernel, reason = SDPA, "tokens of an image attend to each other"
     if process.is_main:
         get_logger().info(f"Attention: {kernel}{f' ({reason})' if reason else ''}")
     options = {

@@ -33,6 +33,7 @@ from prime_rl.trainer.kernels.heads import (
 from prime_rl.trainer.kernels.products import head_product
 from prime_rl.trainer.model.context import own_slice, own_tokens, padded_length, total, with_mean_gradient
 from prime_rl.trainer.model.hybrids import SequenceBatches, StateLayers, batch_sequences
+from prime_rl.trainer.model.images import RowImages
 from prime_rl.trainer.model.layouts import (
     SHARED,
     Grid,
@@ -43,6 +44,7 @@ from prime_rl.trainer.model.layouts import (
     fold,
 )
 from prime_rl.trainer.model.lora import is_adapted
+from prime_rl.trainer.model.vision import ArrangedImages, run_vision, vision_of
 from prime_rl.trainer.process.mesh import ContextAxis, Mesh
 from prime_rl.transport.loading import has_score
 from prime_rl.transport.routing import Routers, Routing
@@ -69,6 +71,8 @@ class ArrangedRow:
     """Which of the tokens to score this process scores; None: all."""
     routing: Routing | None = None
     """What the routers of a mixture of experts do; None: they choose."""
+    images: ArrangedImages | None = None
+    """For a model that is trained on images."""
 
 
 class Scoring(Protocol):
@@ -93,6 +97,8 @@ class Scoring(Protocol):
     """The routers of a mixture of experts; None if the model has none."""
     routes_TLk: Tensor | None
     """The experts of the tokens to score (`replaying`); None: the routers choose."""
+    images: RowImages | None
+    """The images of the row to score (`seeing`); None if it has none."""
 
 
 def score_tokens(
@@ -137,6 +143,17 @@ def replaying(model: nn.Module, routes_TLk: Tensor | None) -> Iterator[None]:
         yield
     finally:
         scoring.routes_TLk = None
+
+
+@contextmanager
+def seeing(model: nn.Module, images: RowImages | None) -> Iterator[None]:
+    """In the block, `score_tokens` scores a row with these images."""
+    scoring = scoring_of(model)
+    scoring.images = images
+    try:
+        yield
+    finally:
+        scoring.images = None
 
 
 def cross_entropy_sum(
@@ -190,6 +207,7 @@ def enable_scoring(
     scoring.sharing_heads = sharing_heads
     scoring.routers = getattr(model, "routers", None) if routers is None else routers
     scoring.routes_TLk = None
+    scoring.images = None
     if model.config._attn_implementation == SHARED:
         model.config._attn_implementation = SDPA
     register_fsdp_forward_method(model, "score_tokens")
@@ -207,7 +225,10 @@ def _score_tokens(
         nullcontext() if layers is None else layers.on(row.sequences),
         nullcontext() if routers is None else routers.on(row.routing),
     ):
-        hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
+        if row.images is not None:
+            hidden = run_vision(self, row.inputs, row.images)
+        else:
+            hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
     if (tp := scoring_of(self).tp) is not None:
         hidden = with_mean_gradient(hidden, tp.get_group())
     return score(hidden.flatten(0, 1).index_select(0, row.places_M), _logits_of(self), *given)
@@ -219,9 +240,25 @@ def _arranged(
     kernel, device, positions = model.config._attn_implementation, input_ids_1T.device, position_ids_1T.cpu()
     context, tp, routes_TLk = scoring_of(model).context, scoring_of(model).tp, scoring_of(model).routes_TLk
     routers = scoring_of(model).routers or None
+    images = scoring_of(model).images
+
+    def arranged_images(arrange: Callable[[Tensor], Tensor]) -> ArrangedImages | None:
+        """`arrange` makes [R, W] of values of the tokens [1, T]."""
+        if vision_of(model) is None or images is None:
+            return None if vision_of(model) is None else ArrangedImages(None, None, None)
+        feature_of_cell = arrange(to_device(torch.from_numpy(images.feature_of_token_T), device)[None])
+        rope = images.rope_positions_3T
+        parts = () if rope is None else to_device(torch.from_numpy(rope), device)[:, None]
+        return ArrangedImages(
+            images, feature_of_cell, torch.stack([arrange(each) for each in parts]) if len(parts) else None
+        )
 
     def row_of(
-        inputs: dict[str, Any], nodes: int, node_of_token_T: Tensor | None, routes_NLk: Tensor | None
+        inputs: dict[str, Any],
+        nodes: int,
+        node_of_token_T: Tensor | None,
+        routes_NLk: Tensor | None,
+        arrange: Callable[[Tensor], Tensor],
     ) -> ArrangedRow:
         sequences = None
         if scoring_of(model).state_layers:
@@ -230,7 +267,7 @@ def _arranged(
         weights_N = None if routers is None else _counted(positions, tokens_M, nodes, node_of_token_T)
         if context is None and tp is None:
             routing = None if weights_N is None else Routing(routes_NLk, weights_N)
-            return ArrangedRow(inputs, places_M, sequences, routing=routing)
+            return ArrangedRow(inputs, places_M, sequences, routing=routing, images=arranged_images(arrange))
         picks_m, places_m = torch.arange(len(places_M), device=device), places_M
         if context is not None:
             parts = {name: own_slice(inputs[name], context, 1) for name in ("input_ids", "position_ids")}
@@ -250,9 +287,14 @@ def _arranged(
             input_ids_1T = nn.functional.pad(input_ids_1T, (0, padding))
             routes_TLk = None if routes_TLk is None else torch.cat((routes_TLk, routes_TLk[:1].expand(padding, -1, -1)))
         inputs = {"input_ids": input_ids_1T, "position_ids": to_device(positions, device)}
-        return row_of(inputs | varlen_arguments(kernel, positions, device), positions.numel(), None, routes_TLk)
+        inputs |= varlen_arguments(kernel, positions, device)
+        return row_of(inputs, positions.numel(), None, routes_TLk, lambda values_1T: values_1T)
     # Tokens that were routed to other experts have other hidden states, and share no node.
     told_apart_1T = input_ids_1T if routes_TLk is None else input_ids_1T + _hashed(routes_TLk)
+    if images is not None:
+        # No two image tokens of a row are alike.
+        numbers_T = to_device(torch.from_numpy(images.feature_of_token_T), device)
+        told_apart_1T = torch.where(numbers_T > 0, -numbers_T, told_apart_1T)
     layout = _cheapest_layout(model, told_apart_1T, positions, uses_last)
     if isinstance(layout, Grid):
         inputs = {"input_ids": layout.scatter(input_ids_1T), "position_ids": layout.position_ids_RW}
@@ -260,11 +302,12 @@ def _arranged(
         if routes_TLk is not None:
             # Padding takes the experts of the first token: whatever it computes is not used.
             routes_TLk = routes_TLk[:1].repeat(cells, 1, 1).index_copy(0, layout.cells_T, routes_TLk)
-        return row_of(inputs, cells, layout.cells_T, routes_TLk)
-    ids, places = (row[:, layout.token_of_node_N] for row in (input_ids_1T, to_device(positions, device)))
+        return row_of(inputs, cells, layout.cells_T, routes_TLk, layout.scatter)
+    of_nodes = layout.token_of_node_N
+    ids, places = (row[:, of_nodes] for row in (input_ids_1T, to_device(positions, device)))
     inputs = {"input_ids": ids, "position_ids": places, **layout.options()}
-    routes_NLk = None if routes_TLk is None else routes_TLk[layout.token_of_node_N]
-    return row_of(inputs, ids.numel(), layout.node_of_token_T, routes_NLk)
+    routes_NLk = None if routes_TLk is None else routes_TLk[of_nodes]
+    return row_of(inputs, ids.numel(), layout.node_of_token_T, routes_NLk, lambda values_1T: values_1T[:, of_nodes])
 
 
 def _counted(positions_1T: Tensor, tokens_M: Tensor, nodes: int, node_of_token_T: Tensor | None) -> Tensor:
@@ -290,6 +333,9 @@ def _hashed(routes_TLk: Tensor) -> Tensor:
 def _cheapest_layout(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, uses_last: bool) -> Layout:
     hidden_size, scoring = model.config.get_text_config().hidden_size, scoring_of(model)
     divisor = 1 if scoring.context is None else scoring.context.size
+    vision = vision_of(model)
+    if scoring.images is not None and vision is not None and vision.family.sees_whole_images:
+        return fold(position_ids_1T, hidden_size, input_ids_1T.device, shares_rows=scoring.shares_rows)
     if SequenceBlocks in scoring.layouts:
         heads = model.config.get_text_config().num_attention_heads // (divisor * scoring.sharing_heads)
         return find_sequence_blocks(

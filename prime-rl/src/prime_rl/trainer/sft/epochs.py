@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.trainer.model.images import setup_images
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import Process
@@ -41,7 +42,8 @@ def _count(config: SFTConfig) -> int:
     assert config.num_epochs is not None
     assert isinstance(config.data, SFTDataConfig), "num_epochs is refused for other data"
     entries = setup_entries(config.data)
-    make = SampleMaker(config.data, setup_tokenizer(config.tokenizer, config.model))
+    tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    make = SampleMaker(config.data, tokenizer, images=setup_images(config.model, tokenizer))
     found = examine(made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS), entries.row_count, config.data)
     if found.packed_rows == 0:
         raise DataError("num_epochs: the data has no row that can be trained on")

@@ -111,11 +111,13 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
         entries = setup_entries(data)
         say(f"{title}: loading the tokenizer of {config.tokenizer.name or config.model.name}")
         # This import takes seconds. Faults of the data are found before it.
+        from prime_rl.trainer.model.images import setup_images
         from prime_rl.trainer.model.tokenizer import setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
+        images = setup_images(config.model, tokenizer)
         faults = BadRows()
-        make = faults.collecting(SampleMaker(data, tokenizer))
+        make = faults.collecting(SampleMaker(data, tokenizer, images=images))
         rows = made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS)
         found = examine(_counted(rows, f"{title}: tokenized", entries.row_count, say), entries.row_count, data)
         if lines := faults.lines():

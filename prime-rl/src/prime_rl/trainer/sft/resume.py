@@ -27,6 +27,8 @@ from prime_rl.utils.logger import get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prime_rl.trainer.model.images import Images
+
 
 WHOLE_BYTES = 2**30
 """Files larger than this are identified by their size and by sampled blocks, because a full read delays the start."""
@@ -65,7 +67,11 @@ class DataFingerprint:
         lines = [f"{what} changed ({was[:12]}, now {now[:12]})" for what, was, now in named if was != now]
         for key in sorted({*self.settings, *other.settings}):
             was, now = self.settings.get(key), other.settings.get(key)
-            if was != now and key == "rows":
+            if was != now and key == "images":
+                lines.append(
+                    "the settings of the image processor changed (preprocessor_config.json), or [model.vision]"
+                )
+            elif was != now and key == "rows":
                 lines.append(f"loss.type trained on {was or 'samples'} and now trains on {now or 'samples'}")
             elif was != now:
                 lines.append(f"{section}.{key} was {was!r} and is {now!r}")
@@ -82,9 +88,13 @@ class DataFingerprint:
 
 
 def fingerprint_of(
-    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, whole_bytes: int = WHOLE_BYTES
+    config: SFTDataConfig | FakeDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    whole_bytes: int = WHOLE_BYTES,
+    images: Images | None = None,
 ) -> DataFingerprint:
-    """Compute the fingerprint of a run's data. This takes about a second per GB of files up to `whole_bytes`.
+    """Compute the fingerprint of a run's data. This takes about a second per GB of files up to `whole_bytes`. Of images
+    that lie in files of their own, only the names count.
 
     Raises:
         DataError: there is no such dataset.
@@ -99,6 +109,8 @@ def fingerprint_of(
         settings["held_out"] = str(config.split)
     if config.holds != "samples":
         settings["rows"] = config.holds
+    if images is not None:
+        settings["images"] = _digest([images.identity])
     return DataFingerprint(
         contents=contents,
         tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),
@@ -172,7 +184,11 @@ class IdentifiedData:
 
 
 def identify_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, checkpoints: CheckpointManager | None, step: int | None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoints: CheckpointManager | None,
+    step: int | None,
+    images: Images | None = None,
 ) -> IdentifiedData:
     """Find out which rows a run trains on, and compare them with those of the checkpoint of `step`, if it resumes.
 
@@ -187,7 +203,7 @@ def identify_data(
     if today is not None:
         key = f"{config.section}.template_date"
         get_logger().info(f"The chat template writes the date: {today} in all rows of this run ({key})")
-    fingerprint = None if checkpoints is None else fingerprint_of(data, tokenizer)
+    fingerprint = None if checkpoints is None else fingerprint_of(data, tokenizer, images=images)
     verified = ""
     if checkpoints is not None and fingerprint is not None and step is not None:
         verified = check_same_rows(checkpoints, step, fingerprint, config.section)

@@ -25,6 +25,7 @@ from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_c
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
+from prime_rl.trainer.model.images import Images, setup_images
 from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_needed, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -127,13 +128,14 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    identified = identify_data(config.data, tokenizer, checkpoints, resume_step)
+    images = setup_images(config.model, tokenizer)
+    identified = identify_data(config.data, tokenizer, checkpoints, resume_step, images)
     data = identified.config
     if resume_step is not None:
         check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
-    objective = objective_of(config, data)
-    of_validation = None if config.val is None else objective_of(config, config.val.data, is_validation=True)
-    rows = setup_rows(data, tokenizer, len(tokenizer), data_axis)
+    objective = objective_of(config, data, images)
+    of_validation = None if config.val is None else objective_of(config, config.val.data, images, is_validation=True)
+    rows = setup_rows(data, tokenizer, len(tokenizer), data_axis, images)
     loss = config.loss if isinstance(config, DPOConfig) else None
     end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
     validation = None
@@ -142,9 +144,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             get_logger().warning(TRAINED_VALIDATION)
         today = data.template_date if isinstance(data, SFTDataConfig) else None
         of_val = config.val.data.model_copy(update={"template_date": today})
-        validation = Validation(of_val, tokenizer, mesh, of_validation)
+        validation = Validation(of_val, tokenizer, mesh, of_validation, images)
     reference = None
-    of_val_rows = None if validation is None else DatasetStream(validation.config, tokenizer, data_axis)
+    of_val_rows = None if validation is None else DatasetStream(validation.config, tokenizer, data_axis, images)
     compared = [
         (each, stream)
         for each, stream in ((objective, rows.stream), (of_validation, of_val_rows))
@@ -206,7 +208,9 @@ def warn_of_frozen_embeddings(model: PreTrainedModel) -> None:
         )
 
 
-def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = False) -> Objective:
+def objective_of(
+    config: SFTConfig, data: DataConfig, images: Images | None = None, *, is_validation: bool = False
+) -> Objective:
     """What the command of a config minimises, or validates, on some data."""
     if isinstance(config, RewardModelConfig):
         return Ranking(config.loss)
@@ -214,7 +218,7 @@ def objective_of(config: SFTConfig, data: DataConfig, *, is_validation: bool = F
         if config.distillation is not None and not is_validation:
             return Distilled(config.distillation, config.loss)
         # Validation stays comparable with runs of the other losses.
-        return CrossEntropy("cross_entropy" if is_validation else config.loss)
+        return CrossEntropy("cross_entropy" if is_validation else config.loss, images=images)
     assert isinstance(data, SFTDataConfig), "checked by the config"
     return Unpaired(config.loss, data) if config.loss.is_unpaired else Preferences(config.loss)
 

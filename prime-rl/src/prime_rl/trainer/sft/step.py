@@ -21,7 +21,8 @@ from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.state import TrainState
 from prime_rl.trainer.distillation import TopTokens, divergences, likeliest_tokens
 from prime_rl.trainer.model.blocks import accumulated
-from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens
+from prime_rl.trainer.model.images import Images
+from prime_rl.trainer.model.scoring import LogitsOf, cross_entropy_sum, score_tokens, seeing
 from prime_rl.trainer.optim.optimizer import clip_gradients
 from prime_rl.trainer.process.errors import DivergedError
 from prime_rl.trainer.process.mesh import Mesh
@@ -69,9 +70,11 @@ class Objective(Protocol):
 class CrossEntropy(Objective):
     """SFT: the mean cross-entropy of the trained tokens, each perhaps weighted by its probability."""
 
-    def __init__(self, kind: TokenLoss = "cross_entropy", weight: float = 1.0) -> None:
+    def __init__(self, kind: TokenLoss = "cross_entropy", weight: float = 1.0, *, images: Images | None = None) -> None:
         self.kind = kind
         self.weight = weight
+        self.images = images
+        """Reads the images of rows; None if they have none."""
 
     @property
     def weights(self) -> Sequence[float]:
@@ -81,7 +84,9 @@ class CrossEntropy(Objective):
         return (int(row.is_trained.sum()),)
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
-        return RowSums((row_loss_sum(model, row, device, self.kind),))
+        images = None if self.images is None else self.images.of_row(row.sequences, len(row.input_ids))
+        with seeing(model, images):
+            return RowSums((row_loss_sum(model, row, device, self.kind),))
 
 
 class Distilled(Objective):

@@ -25,12 +25,19 @@ from prime_rl.utils.logger import get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from prime_rl.trainer.model.images import Images
+
 
 class Validation:
     """Computes the loss on every row of a dataset once. The packing is the same for any number of processes."""
 
     def __init__(
-        self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, objective: Objective
+        self,
+        config: SFTDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        mesh: Mesh,
+        objective: Objective,
+        images: Images | None = None,
     ) -> None:
         """Tokenize and pack the dataset.
 
@@ -42,7 +49,7 @@ class Validation:
         self.objective = objective
         self.data_axis = mesh.data_axis
         self._mesh = mesh
-        samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main)
+        samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main, images)
         rows = packed(samples, config)
         self._sizes = sizes_of(rows, objective)
         trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
@@ -86,9 +93,11 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.reshard()
 
 
-def _first_epoch(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool) -> list[Sample]:
+def _first_epoch(
+    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool, images: Images | None
+) -> list[Sample]:
     """Every row that can be trained on. `tells` logs what was left out."""
-    stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1))
+    stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1), images)
     faults = BadRows()
     made = list(stream.first_ones(stream.row_count, faults))
     faults.refuse(config.section)

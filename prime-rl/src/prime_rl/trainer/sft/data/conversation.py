@@ -24,10 +24,21 @@ import numpy as np
 from prime_rl.checks.chat_templates import TemplateTraces
 from prime_rl.configs.data import LossMaskConfig
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
-from prime_rl.utils.conversations import ROLES, Conversation, Message, PlainText, RowFault, plain_messages, read_row
+from prime_rl.utils.conversations import (
+    ROLES,
+    Conversation,
+    Message,
+    PlainText,
+    RowFault,
+    plain_messages,
+    read_row,
+    split_images,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from prime_rl.trainer.model.images import Images, SampleImage
 
 
 Span = tuple[int, int]
@@ -56,10 +67,17 @@ class ChatSpans:
     """Renders conversations and finds the spans of trained messages."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, trained_roles: Mapping[str, bool], today: date | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        trained_roles: Mapping[str, bool],
+        today: date | None = None,
+        *,
+        in_parts: bool = False,
     ) -> None:
+        """`in_parts`: the template reads the content of every message as a list of parts, as for images."""
         self.tokenizer = tokenizer
         self.trained_roles = trained_roles
+        self._in_parts = in_parts
         # A variable of this name hides the template's global function, which returns today's date.
         self._clock: dict[str, Any] = {} if today is None else {"strftime_now": today.strftime}
         special: set[str] = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
@@ -226,7 +244,11 @@ class ChatSpans:
         self._check_template()
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._clock, **kwargs
+                self._given(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._clock,
+                **kwargs,
             )
         except Exception as error:
             raise BadRow(f"the chat template refuses the conversation: {error}") from error
@@ -243,7 +265,7 @@ class ChatSpans:
 
         try:
             answer: object = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[self._given(messages)],
                 chat_template=template,
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self._clock, **kwargs},
@@ -253,6 +275,17 @@ class ChatSpans:
         # Its annotation says str.
         texts, spans = cast("tuple[list[str], list[list[Span]]]", answer)
         return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
+
+    def _given(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template gets them."""
+        if not self._in_parts:
+            return list(messages)
+        return [
+            {**each, "content": [{"type": "text", "text": each["content"]}]}
+            if isinstance(each["content"], str)
+            else each
+            for each in messages
+        ]
 
     def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
@@ -315,6 +348,8 @@ class TokenizedSample:
     """Whether these are the first tokens of a text that was too long to tokenize as a whole."""
     whole_inputs: int | None = None
     """About how many inputs the whole text has, if it is cut."""
+    images: tuple[SampleImage, ...] = ()
+    """What the image tokens stand for, in order. Those of images at the end may be cut off."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -358,7 +393,7 @@ class ConversationTokenizer:
 
     Of a very long text, only as much is tokenized as has more than `max_inputs` tokens. None tokenizes everything.
     `section` is the config's section with the dataset, for messages. `today` is what a template that asks for the date
-    gets.
+    gets. Without `images`, rows with images are refused.
     """
 
     def __init__(
@@ -369,6 +404,7 @@ class ConversationTokenizer:
         max_inputs: int | None = None,
         section: str = "data",
         today: date | None = None,
+        images: Images | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ModelError(f"{type(tokenizer).__name__} gives no token offsets: use a fast tokenizer")
@@ -377,7 +413,8 @@ class ConversationTokenizer:
         self.section = section
         self.trained_roles = {role: getattr(loss_mask, role) for role in ROLES}
         self.trained_roles["developer"] = loss_mask.system
-        self._spans = ChatSpans(tokenizer, self.trained_roles, today)
+        self.images = images
+        self._spans = ChatSpans(tokenizer, self.trained_roles, today, in_parts=images is not None)
         self._special_ids = np.array(sorted(special_ids(tokenizer)), dtype=np.int32)
         self._splits_anywhere = _splits_anywhere(tokenizer)
         self._traces = TemplateTraces(self._rendered, DataError, ignored_keys)
@@ -391,18 +428,25 @@ class ConversationTokenizer:
             UnmaskableSample: the chat template does not show where the messages start and end.
         """
         try:
-            content = read_row(row, self.section)
+            content = read_row(row, self.section, with_images=self.images is not None)
         except RowFault as fault:
             raise BadRow(str(fault)) from fault
         if isinstance(content, PlainText):
-            return self._plain(content)
+            sample = self._plain(content)
+            return sample if self.images is None else self.images.masked(sample, ())
         template = self.tokenizer.chat_template
-        plain = plain_messages(content.messages, template if isinstance(template, str) else None)
-        return self._chat(replace(content, messages=plain))
-
-    def _chat(self, conversation: Conversation) -> TokenizedSample:
+        messages, sources = split_images(content.messages)
+        conversation = replace(
+            content, messages=plain_messages(messages, template if isinstance(template, str) else None)
+        )
         self._refuse_losses(conversation)
         text, spans = self._spans(conversation)
+        if self.images is None:
+            return self._chat(conversation, text, spans)
+        text, spans, images = self.images.expanded(text, spans, sources, content.folder)
+        return self.images.masked(self._chat(conversation, text, spans), images)
+
+    def _chat(self, conversation: Conversation, text: str, spans: list[Span]) -> TokenizedSample:
         # The chat template has already written the special tokens.
         sample = self._encode(text, spans, add_special_tokens=False)
         sample = replace(sample, unmarked_calls=self._has_unmarked_calls(conversation, text, spans))

@@ -123,7 +123,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.desirable += sum(isinstance(each, Labelled) and each.is_desirable for each in made.samples)
             if made.end_id is not None:
                 found.end_ids.add(made.end_id)
-            fingerprint = hash(tuple(each.token_ids.tobytes() for each in made.sample.sequences))
+            fingerprint = hash(tuple((each.token_ids.tobytes(), each.images) for each in made.sample.sequences))
             found.duplicates += fingerprint in known
             known.add(fingerprint)
     found.tokens = sum(sample.inputs for sample in samples)

@@ -11,6 +11,7 @@ import numpy as np
 
 from prime_rl.configs.data import STACK_MULTIPLE, BaseDataConfig, FakeDataConfig, SFTDataConfig, batch_fault
 from prime_rl.trainer.process.errors import DataError
+from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.pairs import Labelled, Pair
 from prime_rl.trainer.sft.data.places import Place, redistribute, saved_data_size
 from prime_rl.trainer.sft.data.samples import (
@@ -26,6 +27,7 @@ from prime_rl.trainer.sft.data.samples import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prime_rl.trainer.model.images import Images
     from prime_rl.trainer.process.mesh import DataAxis
 
 
@@ -97,6 +99,11 @@ class PackedRow:
     def pairs(self) -> tuple[Pair, ...]:
         """The samples, if they are pairs: chosen and rejected sequence of the first, then of the second."""
         return tuple(each for each in self.members if isinstance(each, Pair))
+
+    @property
+    def sequences(self) -> tuple[TokenizedSample, ...]:
+        """The sequences that the row holds, in order. The last one may be cut in the row."""
+        return tuple(sequence for sample in self.members for sequence in sample.packed)
 
     @property
     def labelled(self) -> tuple[Labelled, ...]:
@@ -324,9 +331,13 @@ def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list
 
 
 def setup_rows(
-    config: SFTDataConfig | FakeDataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data_axis: DataAxis
+    config: SFTDataConfig | FakeDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    data_axis: DataAxis,
+    images: Images | None = None,
 ) -> PackedRows:
-    """Open the data and return this data rank's rows of `row_tokens`.
+    """Open the data and return this data rank's rows of `row_tokens`. `images` reads the images of the data.
 
     Raises:
         DataError: the dataset is missing or has no conversations.
@@ -335,7 +346,7 @@ def setup_rows(
     if isinstance(config, FakeDataConfig):
         stream = FakeStream(config, vocab_size, data_axis)
     else:
-        stream = DatasetStream(config, tokenizer, data_axis)
+        stream = DatasetStream(config, tokenizer, data_axis, images)
     return PackedRows(stream, config, data_axis)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.data import FakeDataConfig, SFTDataConfig, length_fault
 from prime_rl.run.process import own_beats
+from prime_rl.trainer.model.images import SampleImage
 from prime_rl.trainer.process.errors import BadRow, DataError
 from prime_rl.trainer.sft.data.conversation import (
     ConversationTokenizer,
@@ -38,6 +39,7 @@ from prime_rl.utils.logger import count_of, get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prime_rl.trainer.model.images import Images
     from prime_rl.trainer.process.mesh import DataAxis
 
 Sample = TokenizedSample | Pair | Labelled
@@ -142,7 +144,11 @@ class SampleMaker:
     """Turns a row into a sample of at most `seq_len` inputs, or says why it cannot."""
 
     def __init__(
-        self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, max_row_s: float = MAX_RENDER_S
+        self,
+        config: SFTDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        max_row_s: float = MAX_RENDER_S,
+        images: Images | None = None,
     ) -> None:
         if (fault := length_fault(config, config.section)) is not None:
             raise DataError(fault)
@@ -155,6 +161,7 @@ class SampleMaker:
             None if config.overlong == "split" else config.seq_len,
             config.section,
             config.template_date,
+            images,
         )
         self._special_ids = frozenset(special_ids(tokenizer))
         self._are_scored = config.holds == "scored pairs"
@@ -303,18 +310,20 @@ def _as_bytes(sample: Sample) -> tuple[Any, ...]:
     if isinstance(sample, Labelled):
         mismatched = () if sample.mismatched is None else (sample.mismatched,)
         return sample.key, as_bytes([sample.sequence, *mismatched]), sample.is_desirable
-    return sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()
+    held = sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()
+    return (*held, [(each.source, each.tokens) for each in sample.images]) if sample.images else held
 
 
 def from_bytes(saved: Sequence[Any]) -> list[Any]:
     """The samples that `as_bytes` converted."""
     samples: list[Any] = []
-    for first, second, *label in saved:
-        if label:
+    for first, second, *third in saved:
+        if isinstance(first, bytes):
+            images = tuple(SampleImage(*each) for each in (third[0] if third else ()))
+            samples.append(TokenizedSample(np.frombuffer(first, np.int32), np.frombuffer(second, bool), images=images))
+        elif third:
             sequence, *mismatched = from_bytes(second)
-            samples.append(Labelled(sequence, label[0], first, *mismatched))
-        elif isinstance(first, bytes):
-            samples.append(TokenizedSample(np.frombuffer(first, np.int32), np.frombuffer(second, bool)))
+            samples.append(Labelled(sequence, third[0], first, *mismatched))
         else:
             chosen, rejected = from_bytes(second)
             samples.append(Pair(chosen, rejected, *([first] if isinstance(first, int) else first)))
@@ -376,14 +385,20 @@ class BadRows:
 class DatasetStream:
     """Samples of a dataset, epoch after epoch. Rows that cannot be trained on are counted and skipped."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, data_axis: DataAxis) -> None:
+    def __init__(
+        self,
+        config: SFTDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        data_axis: DataAxis,
+        images: Images | None = None,
+    ) -> None:
         self.config = config
         self.data_axis = data_axis
         self.entries = setup_entries(config)
         self.counts = SampleCounts()
         self.drawn: list[str] = []
         self._places = Places(data_axis)
-        self._make = SampleMaker(config, tokenizer)
+        self._make = SampleMaker(config, tokenizer, images=images)
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
         self._warned: set[int] = set()

@@ -1,0 +1,115 @@
+"""Runs the whole class of a checkpoint with a vision tower: features of images take the place of embeddings.
+
+The tower computes the images of a packed row once, whatever the arrangement of its tokens. The language model then gets
+embeddings, as it does inside of Transformers' class, whose own forward knows only rows of one sequence each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from prime_rl.trainer.model.images import FAMILIES, Family, RowImages
+from prime_rl.transport.weights import to_device
+
+_ATTRIBUTE = "_vision"
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What is known of a model that is trained on images."""
+
+    family: Family
+    files: Mapping[str, bytes]
+    """The files of the checkpoint's processor, for exports."""
+
+
+def attach_vision(model: PreTrainedModel, files: Mapping[str, bytes]) -> None:
+    """Have `model`, the whole class of a checkpoint, run on images, and freeze all but its language model."""
+    setattr(model, _ATTRIBUTE, Vision(FAMILIES[model.config.model_type], files))
+    model.base_model.requires_grad_(False)
+    language_model(model).requires_grad_(True)
+
+
+def vision_of(model: nn.Module) -> Vision | None:
+    """What is known of a model that is trained on images; None for other models."""
+    return cast("Vision | None", getattr(model, _ATTRIBUTE, None))
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that holds embeddings and decoder blocks."""
+    base = cast("PreTrainedModel", model.base_model)
+    return base if vision_of(model) is None else base.get_decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ArrangedImages:
+    """The images of a row whose tokens are arranged as [R, W]."""
+
+    images: RowImages | None
+    feature_of_cell_RW: Tensor | None
+    """Index of the feature in each cell, plus 1; 0 for text."""
+    rope_positions_3RW: Tensor | None
+
+
+def run_vision(model: PreTrainedModel, inputs: Mapping[str, Any], arranged: ArrangedImages) -> Tensor:
+    """The final hidden states of a row [R, W, H]. `inputs` are those of a model for text."""
+    vision, language, others = vision_of(model), language_model(model), dict(inputs)
+    assert vision is not None
+    ids_RW, positions_RW = others.pop("input_ids"), others["position_ids"]
+    feature_RW = arranged.feature_of_cell_RW
+    is_image_RW = None if feature_RW is None else feature_RW > 0
+    # The token that stands for images may be beyond the embeddings, as in Gemma 3.
+    embeddings = language.get_input_embeddings()(ids_RW if is_image_RW is None else ids_RW.masked_fill(is_image_RW, 0))
+    if vision.family.has_rope_positions:
+        rope = arranged.rope_positions_3RW
+        rope = positions_RW.expand(3, -1, -1) if rope is None else rope
+        # The first are not rotated by: they tell sequences apart.
+        others["position_ids"] = torch.cat((positions_RW[None], rope))
+    if arranged.images is not None and feature_RW is not None and is_image_RW is not None:
+        features_FH, deep = _features(model, arranged.images, embeddings)
+        places = feature_RW[is_image_RW] - 1
+        embeddings = embeddings.masked_scatter(is_image_RW[..., None], features_FH.index_select(0, places))
+        if vision.family.sees_whole_images:
+            others["attention_mask"] = _masks(is_image_RW, positions_RW, model.config.get_text_config().sliding_window)
+        if deep:
+            others["visual_pos_masks"] = is_image_RW
+            others["deepstack_visual_embeds"] = [each.index_select(0, places) for each in deep]
+    hidden: Tensor = language(inputs_embeds=embeddings, use_cache=False, **others).last_hidden_state
+    return hidden
+
+
+def _masks(is_image_RW: Tensor, positions_RW: Tensor, window: int) -> dict[str, Tensor]:
+    """What each token attends to, by kind of layer, as bools [R, 1, W, W]: earlier tokens of its sequence, and all of
+    its own image. A window also limits what it sees of the image."""
+    after = nn.functional.pad(positions_RW, (1, 0), value=-2)[:, :-1] + 1
+    sequence_RW = (positions_RW != after).cumsum(1)
+    begins_RW = is_image_RW & ~nn.functional.pad(is_image_RW, (1, 0))[:, :-1]
+    image_RW = begins_RW.cumsum(1).masked_fill(~is_image_RW, 0)
+    places = torch.arange(is_image_RW.shape[1], device=is_image_RW.device)
+    behind = places[:, None] - places
+    is_same_image = (image_RW[:, :, None] == image_RW[:, None, :]) & is_image_RW[:, :, None]
+    is_same_sequence = sequence_RW[:, :, None] == sequence_RW[:, None, :]
+    seen = (is_same_sequence & ((behind >= 0) | is_same_image))[:, None]
+    return {"full_attention": seen, "sliding_attention": seen & (behind < window)}
+
+
+def _features(model: PreTrainedModel, images: RowImages, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The features of all images [F, H], and those that further layers add (DeepStack)."""
+    inputs = {name: to_device(torch.from_numpy(value), like.device) for name, value in images.inputs.items()}
+    inputs["pixel_values"] = inputs["pixel_values"].to(like.dtype)
+    with torch.no_grad():
+        found = cast("Any", model.base_model).get_image_features(**inputs, return_dict=True)
+    features = _flat(found.pooler_output, like)
+    assert len(features) == images.features, "the text has been written for as many"
+    return features, [_flat(each, like) for each in getattr(found, "deepstack_features", None) or ()]
+
+
+def _flat(features: Any, like: Tensor) -> Tensor:
+    joined = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+    return cast("Tensor", joined).flatten(0, -2).to(like.dtype)

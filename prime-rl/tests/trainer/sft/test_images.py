@@ -1,0 +1,119 @@
+"""SFT on images: packed rows have the loss and the gradients of Transformers' own class, one row at a time."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.checks.model_description import VISION_FAMILIES
+from prime_rl.configs.data import SFTDataConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.images import setup_images
+from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.process.mesh import DataAxis, Mesh
+from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.data.samples import SampleMaker
+from prime_rl.trainer.sft.data.sources import setup_entries
+from prime_rl.trainer.sft.run import run
+from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+from prime_rl.transport.loading import full_tensor
+
+from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
+
+
+def test_every_family_is_compared() -> None:
+    assert FAMILIES.keys() == VISION_FAMILIES
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_rows_with_images_have_the_loss_and_gradients_of_transformers(
+    family: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    save_checkpoint(family, start, tiny_model_dir)
+    file = save_rows(tmp_path / "data")
+    ids, theirs, loss_of = reference(family, start, file)
+
+    config = ModelConfig(name=str(start), attn="sdpa", seq_len=256, vision={})
+    data = SFTDataConfig(name=str(file), shuffle=False, seq_len=256, batch_size=2, pack_function="best_fit")
+    tokenizer = setup_tokenizer(TokenizerConfig(name=str(start)), config)
+    images = setup_images(config, tokenizer)
+    stream = setup_rows(data, tokenizer, len(tokenizer), DataAxis(0, 1), images)
+    packed = list(islice(stream, 4))
+    samples = [stream.stream._make(stream.stream.entries.at(row)).sample for row in range(len(ids))]
+    assert [sample.token_ids.tolist() for sample in samples] == ids, "those of Transformers' processor"
+    counts = [len(row.members) for row in packed]
+    assert max(counts) > 2, "a row holds several samples"
+
+    expected = torch.tensor(0.0)
+    # Two rows have the same tokens and different images.
+    rows_of = {(sample.token_ids.tobytes(), sample.images): row for row, sample in enumerate(samples)}
+    for member in (member for row in packed for member in row.members):
+        expected = expected + loss_of(rows_of[member.token_ids.tobytes(), member.images], member.is_trained)
+    total = sum(int(row.is_trained.sum()) for row in packed)
+    (expected / total).backward()
+
+    model = setup_model(config, mesh, has_dropout=True)
+    ours = forward_backward(model, packed, CrossEntropy(images=images), [total], mesh)["loss"]
+    assert ours == pytest.approx(float(expected.detach()) / total, abs=1e-5)
+    of_theirs = dict(theirs.named_parameters())
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, gradient in trained.items():
+        torch.testing.assert_close(full_tensor(gradient), of_theirs[name].grad, rtol=1e-4, atol=1e-5)
+    of_language = {
+        name for name in of_theirs if name.startswith(("lm_head", "model.language_model", "model.text_model"))
+    }
+    assert trained.keys() == of_language, "the tower is frozen"
+
+
+def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir: Path, tmp_path: Path) -> None:
+    start, (straight, halves) = tmp_path / "start", (tmp_path / "straight", tmp_path / "halves")
+    save_checkpoint("qwen2_5_vl", start, tiny_model_dir)
+    file = save_rows(tmp_path / "data")
+    base: dict[str, Any] = {
+        "device": "cpu",
+        "model": {"name": str(start), "attn": "sdpa", "vision": {}},
+        # Samples wait for a row when the first half ends.
+        "data": {"name": str(file), "seq_len": 160, "batch_size": 2},
+        "val": {"interval": 4},
+        "optim": {"lr": 1e-2},
+        "max_steps": 8,
+    }
+    assert run(SFTConfig(**base, output_dir=straight)) == 0
+    assert run(SFTConfig(**{**base, "max_steps": 4}, output_dir=halves, ckpt={"interval": 4})) == 0
+    assert run(SFTConfig(**base, output_dir=halves, ckpt={"interval": 4, "resume_step": 4})) == 0
+    before, one, other = (load_file(each / "model.safetensors") for each in (start, *exports(straight, halves)))
+    assert one.keys() == before.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = {name for name in one if not torch.equal(one[name], before[name])}
+    assert changed == {name for name in before if "visual" not in name}
+    losses = [json.loads(line) for line in RunPaths(straight).metrics.read_text().splitlines()]
+    of_val = [each["val/loss"] for each in losses if "val/loss" in each]
+    assert of_val[-1] < of_val[0] / 2, "it learns"
+
+    # Transformers has the loss of the validation with the export.
+    (export,) = exports(straight)
+    ids, whole, loss_of = reference("qwen2_5_vl", export, file)
+    assert type(whole).__name__ == json.loads((start / "config.json").read_text())["architectures"][0]
+    config = SFTConfig(**base)
+    tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    make = SampleMaker(config.data, tokenizer, images=setup_images(config.model, tokenizer))
+    samples = [
+        make(setup_entries(config.data.model_copy(update={"shuffle": False})).at(row)).sample for row in range(len(ids))
+    ]
+    with torch.no_grad():
+        sums = [float(loss_of(row, sample.is_trained)) for row, sample in enumerate(samples)]
+    assert of_val[-1] == pytest.approx(sum(sums) / sum(sample.targets for sample in samples), abs=1e-5)
+
+
+def exports(*runs: Path) -> list[Path]:
+    return [RunPaths(each).weight(8) for each in runs]
