@@ -212,7 +212,7 @@ NEWER_KEYS: list[Row] = [
     ("trainer", "model.fused_lm_head_token_chunk_size", "disabled", "model.fused_lm_head_chunk_size", "disabled"),
     ("trainer", "model.attn", "auto", "", DROPPED),
     ("trainer", "model.ep", "auto", "", DROPPED),
-    ("sft", "model.quantization", {"type": "fp8"}, "", NOT_CARRIED),
+    ("sft", "model.quantization.type", "fp8", "", NOT_CARRIED),
     ("sft", "model.moe", {"x": 1}, "", NOT_CARRIED),
     ("trainer", "model.offload.optimizer", True, "", NOT_CARRIED),
     ("sft", "optim.type", "sign_sgd", "", NOT_CARRIED),

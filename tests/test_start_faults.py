@@ -321,6 +321,12 @@ CASES = {
             "model/model.safetensors": "",
         },
     ),
+    "experts, which are not quantized": Case(
+        "sft",
+        "--model.name {dir}/model --model.lora.rank 8 --model.quantization.type nf4",
+        "model.quantization does not cover the experts of Qwen3MoeForCausalLM",
+        model_files({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}),
+    ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"
     ),

@@ -34,6 +34,8 @@ MOE = LLAMA | {
     "norm_topk_prob": True,
 }
 BFLOAT16 = {"compute_dtype": "bfloat16"}
+BLOCKS = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 256}
+NF4 = {"compute_dtype": "float32", "lora": {"rank": 8}, "quantization": {"type": "nf4", "double": False}}
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def grid() -> Iterator[Case]:
         Case("llama, ac of every second", settings=BFLOAT16 | {"ac": {"freq": 2}}, seq_len=1024),
         Case("llama, bfloat16 masters", settings=BFLOAT16 | {"optimization_dtype": "bfloat16"}),
         Case("llama, lora 16", settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=1024),
+        Case("llama, nf4", settings=BFLOAT16 | {"lora": {"rank": 16}, "quantization": "nf4"}, seq_len=1024),
+        Case("llama, nf4, mostly blocks", BLOCKS, settings=NF4, seq_len=128),
         Case("llama, lora 16, ac", settings=BFLOAT16 | {"lora": {"rank": 16}, "ac": {}}, seq_len=1024),
         Case("llama, lora 16, head in parts", WIDE, settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=3072),
         Case("llama, lora 16 and the head", settings=BFLOAT16 | {"lora": {"rank": 16, "modules_to_save": ["lm_head"]}}),

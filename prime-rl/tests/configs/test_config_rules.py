@@ -121,6 +121,17 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
         (TrainerConfig, "model.trust-remote-code model.impl=custom", "trust_remote_code runs the model's own"),
         (TrainerConfig, "model.cp=2 model.compile", "cp (2) with [compile]"),
         (TrainerConfig, "model.tp=2 model.compile", "tp (2) with [compile]"),
+        (
+            TrainerConfig,
+            "model.quantization.type=nf4",
+            "quantization stores weights that are not trained: set [model.lora]",
+        ),
+        (TrainerConfig, "model.quantization.type=nf4 model.lora model.tp=2", "tp (2) with quantization"),
+        (
+            TrainerConfig,
+            "model.quantization.type=nf4 model.lora model.compile",
+            "quantization does not work with [compile]",
+        ),
         (TrainerConfig, "model.tp=2 model.ac-offloading", "tp (2) with [ac_offloading]"),
         (TrainerConfig, "model.ep=2 model.ac-offloading", "ep (2) with [ac_offloading]"),
         (TrainerConfig, "model.cp=2 distillation.top-k=4", "model.cp (2) divides them"),

@@ -24,10 +24,11 @@ from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
 
 ROOT_OF = {root.component: root for root in ROOTS}
 
-LOAD_IN_4BIT = (
-    "models are trained in bfloat16 or float32; model.lora, model.ac and model.optim_cpu_offload save memory, and "
-    "`--estimate` says how much is needed"
+LOAD_IN_8BIT = (
+    'weights are stored in bfloat16 or float32, or in 4 bits with model.quantization = "nf4" and [model.lora]; '
+    "`--estimate` says how much memory is needed"
 )
+LOAD_IN_4BIT = 'model.quantization.type ("nf4", with [model.lora])'
 KL = "a penalty on the KL divergence from the starting model"
 
 OLDER: list[tuple[type, str, str | None]] = [
@@ -175,7 +176,6 @@ NEWER: list[tuple[type, str, str | None]] = [
         "trainer.model.fused_lm_head_token_chunk_size",
         "use trainer.model.fused_lm_head_chunk_size (counted in vocabulary entries, not tokens)",
     ),
-    (RLConfig, "trainer.model.quantization.type", "models are trained in bfloat16 or float32"),
     (SFTConfig, "model.moe.dispatch.type", "see model.moe_use_grouped_mm"),
     (
         TrainerConfig,
@@ -271,10 +271,10 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (SFTConfig, "train_on_inputs", "use data.loss_mask (the roles whose messages are trained on)"),
     (SFTConfig, "wandb_project", "use wandb.project"),
     (SFTConfig, "flash_attention", "use model.attn (flash_attention_2 is the default)"),
-    (SFTConfig, "load_in_4bit", LOAD_IN_4BIT),
-    (SFTConfig, "model.load_in_4bit", LOAD_IN_4BIT),
-    (RLConfig, "load_in_8bit", LOAD_IN_4BIT),
-    (RLConfig, "trainer.model.load_in_4bit", LOAD_IN_4BIT),
+    (SFTConfig, "load_in_4bit", f"use {LOAD_IN_4BIT}"),
+    (SFTConfig, "model.load_in_4bit", f"use {LOAD_IN_4BIT}"),
+    (RLConfig, "load_in_8bit", LOAD_IN_8BIT),
+    (RLConfig, "trainer.model.load_in_4bit", f"use trainer.{LOAD_IN_4BIT}"),
     (RLConfig, "beta", f"use trainer.loss.kl_coef ({KL})"),
     (RLConfig, "kl_coef", f"use trainer.loss.kl_coef ({KL})"),
     (RLConfig, "trainer.loss.beta", f"use trainer.loss.kl_coef ({KL})"),

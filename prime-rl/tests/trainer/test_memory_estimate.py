@@ -16,7 +16,7 @@ from prime_rl.trainer.process.mesh import Mesh
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "benchmarks" / "memory")]
 
-from cases import HEADS, LLAMA, Case  # noqa: E402
+from cases import HEADS, LLAMA, NF4, Case  # noqa: E402
 from estimate import compared  # noqa: E402
 
 TINY = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -48,6 +48,8 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("on a CPU, gemma3", GEMMA3, as_on_gpu=False, settings={"compute_dtype": "float32"}),
         Case("on a CPU, gemma3, long", GEMMA3, as_on_gpu=False, seq_len=1024, settings={"compute_dtype": "float32"}),
         Case("on a CPU, mostly attention", HEADS, as_on_gpu=False, seq_len=2048),
+        Case("as on a GPU, quantized", BLOCKS, seq_len=128, settings=NF4),
+        Case("on a CPU, quantized", BLOCKS, as_on_gpu=False, seq_len=128, settings=NF4),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,

@@ -255,6 +255,12 @@ class ModelDescription:
             return f"model.tp = {model.tp} does not divide the {heads} key-value heads of {self.class_name}"
         return None
 
+    def storing_fault(self, model: ModelConfig) -> str | None:
+        """Why its weights cannot be stored as `model.quantization` says; None if nothing in this config says so."""
+        if model.quantization is None or not self.has_experts:
+            return None
+        return f"model.quantization does not cover the experts of {self.class_name}, most of its weights: remove it"
+
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""
         if fault := quantization_fault(self.setting("quantization_config")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault,
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.model_description import ModelDescription, vision_fault
-from prime_rl.checks.start_dir import NotDownloaded, StartDir, looks_like_path
+from prime_rl.checks.start_dir import NotDownloaded, NotInstalled, StartDir, looks_like_path
 from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import missing_advice
@@ -28,7 +29,7 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     description = describe(model.name, start)
     if description is not None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
-        if fault := fault or description.division_fault(model):
+        if fault := fault or description.division_fault(model) or description.storing_fault(model):
             return fault
         if model.vision is not None and (fault := vision_fault(description.family)):
             return fault
@@ -88,6 +89,13 @@ def adapter_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens
             unfit = _more_embeddings(model, start.find(lora.path), start)
         if unfit:
             yield f"{key}.lora.path = {lora.path}: {unfit}"
+
+
+def quantization_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
+    """That the package for quantized weights is not installed. `key` is that of the model."""
+    if model.quantization is not None and start.has_our_packages and find_spec("bitsandbytes") is None:
+        install = "`uv sync --inexact --extra quantization`"
+        yield NotInstalled(f"{key}.quantization needs the package bitsandbytes: install it with {install}")
 
 
 def _more_embeddings(model: ModelConfig, path: Path, start: StartDir) -> str | None:

@@ -18,6 +18,7 @@ from prime_rl.checks.model_files import (
     model_fault,
     other_model_fault,
     other_token,
+    quantization_faults,
     rotary_choice,
     tokenizer_faults,
     trained_model_fault,
@@ -393,6 +394,7 @@ def _trained_faults(key: str, model: ModelConfig, start: StartDir, *, adds_token
     if fault := trained_model_fault(model, start):
         yield type(fault)(f"{key} = {model.name}: {fault}")
     yield from adapter_faults(key.removesuffix(".name"), model, start, adds_tokens=adds_tokens)
+    yield from quantization_faults(key.removesuffix(".name"), model, start)
 
 
 def _named_faults(key: str, model: str, start: StartDir) -> Iterator[str]:

@@ -169,6 +169,20 @@ class VisionConfig(BaseConfig):
     """Largest number of pixels of an image as it is stored. The model's image processor makes it smaller."""
 
 
+class QuantizationConfig(BaseConfig):
+    """Stores the frozen linear layers of the decoder blocks in 4 bits (QLoRA)."""
+
+    type: Literal["nf4"]
+    """The 16 levels of a value: those of NF4, for normally distributed weights. bitsandbytes computes with them."""
+
+    double: bool = True
+    """Also quantize the scale of each block of 64 values: 4.13 bits per weight instead of 4.5."""
+
+
+def _quantization_table(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
 class DebugModelConfig(BaseConfig):
     """Switches for debugging the model."""
 
@@ -250,6 +264,9 @@ class ModelConfig(BaseModelConfig):
     lora: LoRAConfig | None = None
     """Train adapters. None trains all weights."""
 
+    quantization: Annotated[QuantizationConfig | None, BeforeValidator(_quantization_table)] = None
+    """Store the frozen weights in 4 bits; a table, or `"nf4"`. Needs `lora`. None stores them in the compute dtype."""
+
     language_model_only: bool = False
     """Export only the language model of a checkpoint with a vision tower, as its causal class. False exports the whole
     checkpoint. Only the language model is trained either way."""
@@ -279,7 +296,15 @@ class ModelConfig(BaseModelConfig):
             return "lora.modules_to_save"
         if self.lora is not None and self.lora.use_dora:
             return "lora.use_dora"
+        if self.quantization is not None:
+            return "quantization"
         return None if self.adapter is None else "adapter"
+
+    @property
+    def starts_changed(self) -> bool:
+        """Whether RL starts from other weights than those of `name`, which the engines have loaded."""
+        continues = self.lora is not None and self.lora.path is not None
+        return self.adapter is not None or self.quantization is not None or continues
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -312,6 +337,8 @@ class ModelConfig(BaseModelConfig):
             yield f"tp ({self.tp}) with lora.use_dora, which needs whole rows of each layer: remove one"
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
+        if self.quantization is not None:
+            yield from self._quantization_faults()
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
@@ -326,6 +353,17 @@ class ModelConfig(BaseModelConfig):
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
         if self.trust_remote_code:
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
+
+    def _quantization_faults(self) -> Iterator[str]:
+        if self.lora is None:
+            yield "quantization stores weights that are not trained: set [model.lora], or remove it"
+        elif self.lora.use_dora:
+            yield "quantization with lora.use_dora, which needs the lengths of the rows: remove one"
+        if self.compile is not None:
+            yield "quantization does not work with [compile]: remove one"
+        for name in ("tp", "ep"):
+            if (size := getattr(self, name)) > 1:
+                yield f"{name} ({size}) with quantization: packed weights cannot be divided: use FSDP alone"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:

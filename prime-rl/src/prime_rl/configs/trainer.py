@@ -437,8 +437,8 @@ class TrainerConfig(RootConfig):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.lora is not None and not self.model.sends_adapter:
             text = (
-                f"model.{self.model.merging_key}: engines take plain adapters of linear layers alone, so they get "
-                "whole weights, with it merged in"
+                f"model.{self.model.merging_key}: engines take plain adapters of linear layers of model.name alone, "
+                "so they get whole weights, with it merged in"
             )
             warnings.warn(text, ConfigWarning, stacklevel=2)
         if self.model.fused_lm_head_chunk_size == "auto":

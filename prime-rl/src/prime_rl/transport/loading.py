@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 from zipfile import is_zipfile
 
 import torch
@@ -47,6 +47,27 @@ _PIECE_BYTES = 64 * 2**20
 Index = tuple[slice, ...]
 Change = Callable[[str, Tensor, Index], Tensor]
 """What becomes of a parameter's values from the files: its name, the values at an index, and the index."""
+
+
+class Stored(Protocol):
+    """A weight that the model holds in another form than the files, such as a quantized one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange it."""
+
+    @property
+    def index(self) -> Index:
+        """This rank's part."""
+
+    def put(self, index: Index, values: Tensor) -> None:
+        """Take `values`, which are at `index` in the whole weight. Parts come in order, and are whole rows."""
+
+    def finish(self) -> None:
+        """Do what needs all values. Collective."""
 
 
 class Ranks(Protocol):
@@ -405,22 +426,29 @@ def allocate(model: nn.Module, device: torch.device, in_float32: re.Pattern[str]
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype | None, change: Change) -> None:
+def fill(
+    model: PreTrainedModel,
+    plan: Plan,
+    dtype: torch.dtype | None,
+    change: Change,
+    stored: Mapping[str, Stored] | None = None,
+) -> None:
     """Read the weights of `model` from its files. Each rank reads its own shards.
 
     Parameters are read in `dtype` (None: as they are), then `change` may add to them, then they are stored in their
-    own. Buffers are read in their own.
+    own. Buffers are read in their own. `stored` has the weights that the model holds in another form. Collective with
+    them.
     """
-    unread = _destinations(model, plan)
+    unread: dict[str, Tensor | Stored] = {**_destinations(model, plan), **(stored or {})}
     while unread:
         name, destination = next(iter(unread.items()))
         recipe, own = plan.recipes[name], index_of(destination)
-        read_as = dtype if isinstance(destination, nn.Parameter) else destination.dtype
+        read_as = destination.dtype if _is_buffer(destination) else dtype
         if recipe.converter is None:
             for index in _pieces(recipe.source, own):
                 put(destination, index, change(name, _read(recipe.source, index, read_as), index))
-            del unread[name]
-        elif recipe.stacks(destination.shape):
+            _finish(unread.pop(name))
+        elif isinstance(destination, Tensor) and recipe.stacks(destination.shape):
             # A rank reads only the experts that it keeps.
             for index in _pieces(destination, own):
                 (made,) = recipe.make(model, partial(_read, dtype=read_as), index[0]).values()
@@ -430,24 +458,32 @@ def fill(model: PreTrainedModel, plan: Plan, dtype: torch.dtype | None, change: 
             for each, value in recipe.make(model, partial(_read, dtype=read_as)).items():
                 if each in unread:
                     index = index_of(unread[each])
-                    put(unread.pop(each), index, change(each, value[index], index))
+                    put(unread[each], index, change(each, value[index], index))
+                    _finish(unread.pop(each))
     _zero_padding(model)
 
 
 @torch.no_grad()
-def spread(model: PreTrainedModel, whole: dict[str, Tensor], names: Iterable[str], dtype: torch.dtype) -> None:
+def spread(
+    model: PreTrainedModel,
+    whole: dict[str, Tensor],
+    names: Iterable[str],
+    dtype: torch.dtype,
+    stored: Mapping[str, Stored] | None = None,
+) -> None:
     """Fill the tensors `names` of a sharded `model` from those that rank 0 holds in `whole`, which it empties.
     Collective.
 
-    The other ranks receive one parameter at a time, in `dtype`, and keep their shards.
+    The other ranks receive one parameter at a time, in `dtype`, and keep their shards. `stored`: as in `fill`.
     """
-    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    held = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    own: dict[str, Tensor | Stored] = {**held, **(stored or {})}
     names_of: dict[int, list[str]] = {}
     for name in names:
         names_of.setdefault(id(own[name]), []).append(name)
     for name, *others in names_of.values():
         tensor = own[name]
-        received_as = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        received_as = tensor.dtype if _is_buffer(tensor) else dtype
         values = torch.empty(tensor.shape, dtype=received_as, device=tensor.device)
         if name in whole:
             values = whole.pop(name).to(values)
@@ -494,6 +530,10 @@ def _destinations(model: PreTrainedModel, plan: Plan) -> dict[str, Tensor]:
     return dict(min(each, key=lambda pair: pair[0] in tied) for each in found.values())
 
 
+def _is_buffer(destination: Tensor | Stored) -> TypeGuard[Tensor]:
+    return isinstance(destination, Tensor) and not isinstance(destination, nn.Parameter)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -512,11 +552,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def index_of(tensor: Tensor) -> Index:
+def index_of(tensor: Tensor | Stored) -> Index:
     """Where this rank's part of a sharded `tensor` begins and ends; all of another tensor.
 
     The part is one block, also where FSDP shards what tensor parallelism has divided: our plans have no packed styles.
     """
+    if not isinstance(tensor, Tensor):
+        return tensor.index
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -524,18 +566,27 @@ def index_of(tensor: Tensor) -> Index:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, index: Index, values: Tensor) -> None:
+def put(tensor: Tensor | Stored, index: Index, values: Tensor) -> None:
     """Write `values`, which are at `index` in the whole tensor, into this rank's part of `tensor`."""
     own = index_of(tensor)
+    if not isinstance(tensor, Tensor):
+        tensor.put(index, values)
+        return
     local(tensor)[
         tuple(slice(at.start - of.start, at.stop - of.start) for at, of in zip(index, own, strict=True))
     ].copy_(values)
 
 
-def put_own(tensor: Tensor, values: Tensor) -> None:
-    """Write this rank's part of the whole `values` into `tensor`."""
+def put_own(tensor: Tensor | Stored, values: Tensor) -> None:
+    """Write this rank's part of the whole `values` into `tensor`. Collective for a `Stored` weight."""
     index = index_of(tensor)
     put(tensor, index, values[index])
+    _finish(tensor)
+
+
+def _finish(destination: Tensor | Stored) -> None:
+    if not isinstance(destination, Tensor):
+        destination.finish()
 
 
 def _read(source: Any, index: Index = (), dtype: torch.dtype | None = None) -> Tensor:

@@ -6,6 +6,7 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -316,8 +317,27 @@ class Training:
         """This process's shard of the weights, in bytes. Frozen weights are stored in the compute dtype."""
         if self.model.lora is None:
             return self.shape.parameters * self.master_bytes // self.shards
-        frozen = min(self.master_bytes, self.compute_bytes)
-        return (self.shape.parameters * frozen + self.trained * self.master_bytes) // self.shards
+        frozen = self.stored(self.shape.parameters, self.shape.blocks, min(self.master_bytes, self.compute_bytes))
+        return (frozen + self.trained * self.master_bytes) // self.shards
+
+    def stored(self, parameters: int, blocks: Iterable[Tensors], size: int) -> int:
+        """Bytes of `parameters` of `size` each, of which those of the linear layers of `blocks` may be quantized."""
+        packed = sum(self._quantized(block) for block in blocks)
+        if self.model.quantization is None or not packed:
+            return parameters * size
+        # Four bits for each value, and for each 64 values a scale of one byte or of four.
+        return (parameters - packed) * size + packed // 2 + packed // 64 * (1 if self.model.quantization.double else 4)
+
+    def _quantized(self, block: Tensors) -> int:
+        return sum(prod(block[name]) for name in self.quantized_names(block))
+
+    def quantized_names(self, block: Tensors) -> list[str]:
+        """Names of the weights of a block that are stored in 4 bits, by the rules of `trainer/model/quantized.py`."""
+        lora = self.model.lora
+        if self.model.quantization is None:
+            return []
+        names = [name for name in block if name.endswith(".weight") and len(block[name]) == 2]
+        return [name for name in names if block[name][1] % 64 == 0 and (lora is None or not _is_saved(lora, name))]
 
     @property
     def gradients(self) -> int:
@@ -407,9 +427,11 @@ def _persistent(training: Training) -> Parts:
 def _gathered(training: Training) -> int:
     """Gathered weights that exist during all of forward and backward."""
     kept = training.shape.parameters if training.keeps_gathered else count(training.shape.root)
+    blocks = training.shape.blocks if training.keeps_gathered else []
     if not (training.keeps_gathered or training.model.reshard_after_forward):
-        kept += sum(_of_one_process(block, training.model) for block in training.shape.blocks)
-    return kept * training.compute_bytes
+        blocks = training.shape.blocks
+        kept += sum(_of_one_process(block, training.model) for block in blocks)
+    return training.stored(kept, blocks, training.compute_bytes)
 
 
 def _activations(training: Training) -> tuple[int, int]:
@@ -457,7 +479,7 @@ def _in_backward(training: Training) -> Parts:
     """
     activations, recomputed = _activations(training)
     temporary = max(block.temporary for block in training.blocks) * training.row_tokens
-    temporary = max(temporary, _attention_temporaries(training)) + recomputed
+    temporary = max(temporary, _attention_temporaries(training)) + recomputed + _dequantized(training)
     gathered = later = 0
     if not training.keeps_gathered:
         largest = max(training.shape.blocks, key=count)
@@ -470,13 +492,20 @@ def _in_backward(training: Training) -> Parts:
         freed = 0 if training.model.ac is not None else training.blocks[-1].saved * training.row_tokens
         summed = training.reduce_bytes * trained
         later = max(size * trained, computing if training.shape.layers > 1 else 0) + summed - freed
-        temporary, gathered = computing, own * size * (_INFLIGHT_BLOCKS if training.shards > 1 else 1)
+        inflight = _INFLIGHT_BLOCKS if training.shards > 1 else 1
+        temporary, gathered = computing, training.stored(own, [largest], size) * inflight
     return {
         **_persistent(training),
         "activations": activations + max(temporary, later),
         "logits": training.loss.kept,
         "buffers": _gathered(training) + gathered,
     }
+
+
+def _dequantized(training: Training) -> int:
+    """The largest quantized matrix, in the compute dtype while a product is computed with it."""
+    named = ((block, name) for block in training.shape.blocks for name in training.quantized_names(block))
+    return training.compute_bytes * max((prod(block[name]) for block, name in named), default=0)
 
 
 def _of_one_process(block: Tensors, model: ModelConfig) -> int:

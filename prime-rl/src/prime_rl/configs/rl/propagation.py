@@ -320,10 +320,11 @@ def _share_bench(run: RunTables) -> None:
 def _share_lora(run: RunTables) -> None:
     raw = run.get("trainer.model.lora")
     lora = peek(LoRAConfig, raw) if raw is not None else None
-    for key in ("trainer.model.adapter", "trainer.model.lora.path"):
+    for key in ("trainer.model.adapter", "trainer.model.lora.path", "trainer.model.quantization"):
         if run.get(key) is not None:
             run.override("orchestrator.await_first_version", True, key)
-    if lora is None or lora.modules_to_save or lora.use_dora or run.get("trainer.model.adapter") is not None:
+    others = ("trainer.model.adapter", "trainer.model.quantization")
+    if lora is None or lora.modules_to_save or lora.use_dora or any(run.get(key) is not None for key in others):
         return  # the engines get whole weights
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}
     for key, value in adapter.items():

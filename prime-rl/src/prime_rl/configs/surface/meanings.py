@@ -103,6 +103,12 @@ DIFFERENT: tuple[Meaning, ...] = (
         ("auto",),
     ),
     Meaning("*.weight_broadcast.type", "NIXL is not supported", "use nccl or filesystem", ("nixl",)),
+    Meaning(
+        "*.model.quantization.type",
+        "products are not computed in 8 bits",
+        'use bfloat16, or [model.lora] with model.quantization = "nf4" (docs/lora.md)',
+        ("fp8",),
+    ),
     Meaning("*.optim.type", "SignSGD is not supported", "use adamw, muon or sgd", ("sign_sgd",)),
     Meaning("trainer.loss", _OTHER_LOSS, "choose a loss: docs/algorithms.md", version="newer"),
     Meaning("trainer.loss.type", _OTHER_LOSS, "choose a loss: docs/algorithms.md", ("ipo",)),

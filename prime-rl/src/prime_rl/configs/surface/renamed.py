@@ -218,7 +218,6 @@ NEWER: tuple[Renamed, ...] = (
         "*.model.fused_lm_head_chunk_size",
         note="counted in vocabulary entries, not tokens",
     ),
-    _removed("*.model.quantization", "models are trained in bfloat16 or float32"),
     _removed("*.model.moe", "see model.moe_use_grouped_mm"),
     _rewritten(
         "*.model.offload",
@@ -285,6 +284,8 @@ _AT_ONCE = "sequences that a GPU computes at once; data.batch_size are those of 
 _SPLIT = "a step is one batch, split over GPUs and accumulated as needed"
 _EPOCHS = ("num_epochs", "num_train_epochs", "epochs")
 
+_NF4 = '"nf4", with [model.lora]'
+
 _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("learning_rate", "optim.lr", ""),
     ("max_grad_norm", "optim.max_norm", ""),
@@ -311,6 +312,7 @@ _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("use_dora", "model.lora.use_dora", ""),
     ("use_peft", "model.lora", "a table: [model.lora]"),
     ("peft_config", "model.lora", "a table: [model.lora]"),
+    ("load_in_4bit", "model.quantization.type", _NF4),
     ("tokenizer_name", "tokenizer.name", ""),
     ("tokenizer_name_or_path", "tokenizer.name", ""),
     ("chat_template_path", "tokenizer.chat_template", ""),
@@ -392,15 +394,14 @@ _OF_RL: tuple[tuple[str, str, str], ...] = (
     ("vllm_tensor_parallel_size", "inference.parallel.tp", ""),
 )
 
-_LOAD_IN_4BIT = (
-    "models are trained in bfloat16 or float32; model.lora, model.ac and model.optim_cpu_offload save memory, and "
-    "`--estimate` says how much is needed"
+_LOAD_IN_8BIT = (
+    'weights are stored in bfloat16 or float32, or in 4 bits with model.quantization = "nf4" and [model.lora]; '
+    "`--estimate` says how much memory is needed"
 )
 _NOT_HERE: tuple[tuple[str, str], ...] = (
     ("fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
-    ("load_in_8bit", _LOAD_IN_4BIT),
-    ("load_in_4bit", _LOAD_IN_4BIT),
-    ("quantization_config", _LOAD_IN_4BIT),
+    ("load_in_8bit", _LOAD_IN_8BIT),
+    ("quantization_config", _LOAD_IN_8BIT),
     ("adam_epsilon", "AdamW's epsilon is PyTorch's default, 1e-8"),
     ("logging_steps", "remove it: every step is logged"),
     ("logging_dir", "remove it: logs are in <output_dir>/logs"),
@@ -441,9 +442,13 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
     *(_rewritten(f"trainer.loss.{old}", "trainer.loss.kl_coef", note=_KL) for old in _KL_NAMES if old != "kl_coef"),
     *(
-        _removed(f"{component}.model.{old}", _LOAD_IN_4BIT)
+        _removed(f"{component}.model.{old}", _LOAD_IN_8BIT)
         for component in ("sft", "trainer", "rl")
-        for old in ("load_in_4bit", "load_in_8bit", "quantization_config")
+        for old in ("load_in_8bit", "quantization_config")
+    ),
+    *(
+        _rewritten(f"{part}.model.load_in_4bit", f"{part}.model.quantization.type", note=_NF4)
+        for part in ("sft", "trainer")
     ),
     _removed("rl.gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
     _removed("sft.gradient_accumulation_steps", f"{_SPLIT}: see data.batch_size and data.micro_batch_size"),

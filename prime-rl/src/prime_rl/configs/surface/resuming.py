@@ -49,6 +49,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("refused", "the checkpoint holds another class of the model", "*.model.vision"),
     _rule("applied", "", "*.model.vision.max_images", "*.model.vision.max_pixels"),
     _rule("none", "the weights are those of the checkpoint", "*.model.adapter", "*.model.lora.path"),
+    _rule("refused", "the adapter was trained on other weights", "*.model.quantization"),
     _rule("refused", "the checkpoint holds another model", "*.model.debug"),
     _rule("refused", "other weights would be trained", "*.model.freeze_moe_router"),
     _rule(

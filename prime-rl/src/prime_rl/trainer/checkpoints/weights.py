@@ -26,6 +26,7 @@ from prime_rl.trainer.model.lora import (
     gather_adapter,
     merge_adapter,
 )
+from prime_rl.trainer.model.quantized import QuantizedLinear, scale_names
 from prime_rl.trainer.model.vision import vision_of
 from prime_rl.transport.language_part import PROCESSOR_FILES, part_of
 from prime_rl.transport.loading import float32_names, full_tensor, has_score
@@ -50,13 +51,18 @@ def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     are merged into their weights.
     """
     in_float32 = float32_names(model, dtype)
-    left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys)
+    left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys, scale_names(model))
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         own_beats().tick()
         if name in left_out:
             continue
-        full = merge_adapter(model, name, full_tensor(tensor))
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, QuantizedLinear) and name.endswith(".packed"):
+            name, whole = name.removesuffix("packed") + "weight", layer.full_weight()
+        else:
+            whole = full_tensor(tensor)
+        full = merge_adapter(model, name, whole)
         if dist.get_rank() == 0:
             wanted = torch.float32 if in_float32.search(name) else dtype
             target = wanted if full.is_floating_point() else full.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,7 @@ from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.images import FAMILIES
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
+from prime_rl.trainer.model.quantized import Quantizing, log_quantization, quantize_layers
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tensor_parallel import divide_layers
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
@@ -60,6 +61,7 @@ from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport.language_part import PROCESSOR_FILES, attach, language_config, part_of
 from prime_rl.transport.loading import (
+    Stored,
     compute_buffers,
     fill,
     find_weights,
@@ -284,7 +286,7 @@ def setup_frozen(
     dtype = str(compute_dtype(config, mesh.process.device)).removeprefix("torch.")
     changes: dict[str, Any] = {"optimization_dtype": dtype, "optim_cpu_offload": False}
     if name is not None:
-        changes |= {"name": name, "adapter": None, "lora": None, "debug": type(config.debug)()}
+        changes |= {"name": name, "adapter": None, "lora": None, "quantization": None, "debug": type(config.debug)()}
         # Of the trained model alone: another one may have no routers, and is not exported.
         changes |= {"freeze_moe_router": False, "language_model_only": False, "vision": None}
     return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
@@ -337,7 +339,7 @@ def setup_model(
         attach_vision(model, _processor_files(config.name))
     if is_scored and not has_score(model):
         raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
-    weights: Callable[[PreTrainedModel], None]
+    weights: Callable[[PreTrainedModel, Mapping[str, Stored]], None]
     if config.debug.random_init:
         # Rank 0 draws the whole model, on the host if there are other ranks.
         drawn_on = home if process.world_size == 1 else torch.device("cpu")
@@ -345,13 +347,18 @@ def setup_model(
         if is_part and process.is_main:
             name = type(model).__name__
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
-        weights = partial(spread, whole=drawn, names=list(model.state_dict()), dtype=options["dtype"])
+        names = list(model.state_dict())
+
+        def weights(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
+            spread(model, drawn, names, options["dtype"], stored)
+
     else:
         weights = _find_weights(config, model, options["dtype"], process, is_part, adds_embeddings=added > 0)
     compute_buffers(model, float32_names(model, options["dtype"]))
     add_adapters(model, config.lora, compute_dtype(config, process.device))
     if config.lora is not None and process.is_main:
         log_adapters(model)
+    quantized = _quantize(model, config)
     fix_rotary_lengths(model, config.seq_len)
     if config.freeze_moe_router:
         freeze_routers(model)
@@ -378,7 +385,9 @@ def setup_model(
     prepare_blocks(model, config, process.device, is_random, layers, routers)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
-    weights(model)
+    weights(model, quantized)
+    if quantized:
+        log_quantization(quantized, process)
     if config.lora is not None:
         draw_adapters(model)
         if config.lora.path is not None:
@@ -402,6 +411,19 @@ def setup_model(
         # Those that divide layers must drop alike what they compute alike.
         torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
     return model
+
+
+def _quantize(model: PreTrainedModel, config: ModelConfig) -> dict[str, Quantizing]:
+    """Turn the frozen linear layers of `model`, which has no values yet, into quantized ones. Returns what fills them.
+
+    Raises:
+        ModelError: it has no such layer.
+    """
+    if config.quantization is None:
+        return {}
+    if config.lora is None:  # a frozen model
+        model.requires_grad_(False)
+    return quantize_layers(model, config.quantization)
 
 
 def export_dtype(config: ModelConfig, weights: WeightCheckpointConfig | None, device: torch.device) -> torch.dtype:
@@ -468,7 +490,8 @@ def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[
     if is_part:
         model_config = language_config(model_config)
     # A model of the hub that was not in this machine's cache at the start is checked here.
-    if fault := ModelDescription(model_config.to_dict()).division_fault(config):
+    described = ModelDescription(model_config.to_dict())
+    if fault := described.division_fault(config) or described.storing_fault(config):
         raise ModelError(f"model.name = {config.name}: {fault}")
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
@@ -543,7 +566,7 @@ def _find_weights(
     is_part: bool,
     *,
     adds_embeddings: bool,
-) -> Callable[[PreTrainedModel], None]:
+) -> Callable[[PreTrainedModel, Mapping[str, Stored]], None]:
     """Find the weights of `model`, which has no values yet, in the checkpoint `config.name`. Collective.
 
     With `is_part`, the checkpoint has several parts, and the model is its language part. Returns a function that reads
@@ -579,8 +602,8 @@ def _find_weights(
         get_logger().info(f"Merged the adapter {merge.folder} into the model")
     change = unchanged if merge is None else merge.change
 
-    def read(model: PreTrainedModel) -> None:
-        fill(model, plan, dtype, change)
+    def read(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
+        fill(model, plan, dtype, change, stored)
         if draws_score:
             draw_score(model)
 

@@ -249,16 +249,16 @@ class LowRank(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     @torch.no_grad()
-    def draw(self, generator: torch.Generator, weight: Tensor | None) -> None:
+    def draw(self, generator: torch.Generator, layer: nn.Module | None) -> None:
         """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), B with zeros, and the lengths with those of
-        the rows of `weight`, which is sharded like them.
+        the rows of the `layer`'s weight, which is sharded like them.
         """
         bound = 1 / math.sqrt(self.A.shape[-1])
         # Drawn whole and on the CPU, so that values do not depend on device or number of processes.
         put_own(self.A, torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
         put_own(self.B, torch.zeros(()).expand(self.B.shape))
-        if self.magnitude is not None and weight is not None:
-            local(self.magnitude).copy_(_row_norms(local(weight)))
+        if self.magnitude is not None and layer is not None:
+            local(self.magnitude).copy_(_row_norms(local(cast("Tensor", layer.weight))))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
@@ -269,13 +269,14 @@ class LowRank(nn.Module):
         low = nn.functional.linear(self.dropout(x), a)
         return nn.functional.linear(low if self.between is None else self.between(low), b) * self.scale
 
-    def adapted(self, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output of the adapted layer, whose own is `output` for the input `x`."""
+    def adapted(self, output: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
+        """The output of the adapted `layer`, whose own is `output` for the input `x`."""
         changed = output + self(x)
         if self.magnitude is None:
             return changed
-        stretch = (self.magnitude.float() / self._norms(weight)).to(changed.dtype)
-        return changed * stretch if bias is None else (changed - bias) * stretch + bias
+        # A quantized layer, which has no such weight, has no DoRA.
+        stretch = (self.magnitude.float() / self._norms(layer.weight)).to(changed.dtype)
+        return changed * stretch if layer.bias is None else (changed - layer.bias) * stretch + layer.bias
 
     @torch.no_grad()
     def _norms(self, weight: Tensor) -> Tensor:
@@ -353,7 +354,7 @@ def draw_adapters(model: nn.Module) -> None:
     adapted = [module for module in model.modules() if isinstance(getattr(module, "lora", None), nn.Module)]
     for module in adapted:
         if isinstance(module.lora, LowRank):
-            module.lora.draw(generator, cast("Tensor", module.weight))
+            module.lora.draw(generator, module)
     for module in adapted:
         for part in module.lora.values() if isinstance(module.lora, nn.ModuleDict) else ():
             cast("LowRank", part).draw(generator, None)
@@ -597,7 +598,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 def _adapt(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     lora = module.lora
     assert isinstance(lora, LowRank)
-    return lora.adapted(output, inputs[0], module.weight, module.bias) if lora.is_on else output
+    return lora.adapted(output, inputs[0], module) if lora.is_on else output
 
 
 def _adapt_experts(path: str, experts: nn.Module, config: LoRAConfig) -> None:

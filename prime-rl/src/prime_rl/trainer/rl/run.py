@@ -144,9 +144,7 @@ class RLTrainer:
         """
         if self.progress.step == self.config.max_steps and self.process.is_main:
             get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
-        model = self.config.model
-        starts_from_adapter = model.adapter is not None or (model.lora is not None and model.lora.path is not None)
-        if self.progress.step > 0 or starts_from_adapter:
+        if self.progress.step > 0 or self.config.model.starts_changed:
             self._publish()  # the orchestrator waits for a version that is not the engines' own
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
             rows = self._receive()
@@ -559,6 +557,8 @@ def setup_critic(
     if critic is None:
         return None
     own: dict[str, Any] = {"lora": critic.lora, "language_model_only": False}
+    if critic.lora is None:
+        own["quantization"] = None
     if critic.name is not None:
         # The check before the start reads only what is on this machine.
         check_tokenizer("trainer.critic.name", critic.name, config.model, tokenizer)

@@ -1,0 +1,232 @@
+"""Frozen linear layers in 4 bits (NF4 of QLoRA, Dettmers et al. 2023), by bitsandbytes.
+
+A row of a weight is divided into blocks of 64 values. A value is stored as the nearest of 16 levels, times the largest
+magnitude of its block, its scale. With double quantization the scales of a weight are stored in 8 bits themselves, 256
+of them with a float32 scale of their own, around their mean.
+
+Blocks do not cross rows. FSDP can therefore shard the packed values and the scales by rows as it does the weight, and
+each rank quantizes the rows that it reads. Only the mean of the scales needs those of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import tensor as distributed
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from prime_rl.configs.model import QuantizationConfig
+from prime_rl.trainer.model.blocks import decoder_blocks
+from prime_rl.trainer.model.lora import is_plain_linear
+from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.world import Process
+from prime_rl.transport.loading import Index, full_tensor, index_of, local, names_of_shared, put, put_own
+from prime_rl.utils.logger import get_logger
+
+BLOCK = 64
+"""Values with one scale."""
+_SCALES_BLOCK = 256
+"""Scales with one scale, with double quantization."""
+_AT_ONCE = 2**20
+"""Values that are quantized at once. On a CPU, bitsandbytes' temporaries take 25 bytes for each."""
+
+
+@functools.cache
+def _bitsandbytes() -> Any:
+    """The package, which only runs with quantization need."""
+    # It looks for a kernel for inference on the hub, which is not used here, and warns if it finds none.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+
+    return bitsandbytes
+
+
+class QuantizedLinear(nn.Linear):
+    """`W x + b` with a frozen W in NF4. Made of a linear layer without values, whose adapter and hooks stay."""
+
+    packed: nn.Parameter
+    """Two values per byte, uint8 [out, in / 2]."""
+    scales: nn.Parameter
+    """Bytes of the scales, uint8 [out, in / 64]; with single quantization those of float32 numbers, four for each."""
+    scales_of_scales: Tensor
+    mean_of_scales: Tensor
+    scale_levels: Tensor
+    """The 256 numbers that a byte of the scales stands for."""
+    is_double: bool
+
+    @classmethod
+    def convert(cls, linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
+        """Turn `linear` into a quantized layer."""
+        rows, device = linear.out_features, linear.weight.device
+        blocks = linear.in_features // BLOCK
+        del linear.weight
+        linear.__class__ = cls
+        made = cast("QuantizedLinear", linear)
+        made.is_double = config.double
+
+        def stored(width: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(rows, width, dtype=torch.uint8, device=device), requires_grad=False)
+
+        made.packed, made.scales = stored(made.in_features // 2), stored(blocks if config.double else 4 * blocks)
+        if config.double:
+            of_scales = torch.empty(-(-rows * blocks // _SCALES_BLOCK), device=device)
+            made.register_buffer("scales_of_scales", of_scales, persistent=False)
+            made.register_buffer("mean_of_scales", torch.empty((), device=device), persistent=False)
+            made.register_buffer("scale_levels", torch.empty(256, device=device), persistent=False)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        # FSDP has gathered the parameters.
+        output: Tensor = _bitsandbytes().matmul_4bit(x, self.packed, self._state(self.scales, x.dtype), bias=self.bias)
+        return output
+
+    @torch.no_grad()
+    def full_weight(self) -> Tensor:
+        """The whole weight that the layer computes with, float32 [out, in]. Collective."""
+        packed, scales = full_tensor(self.packed), full_tensor(self.scales)
+        state = self._state(scales, torch.float32)
+        weight: Tensor = _bitsandbytes().functional.dequantize_4bit(packed.view(-1, 1), state)
+        return weight
+
+    def _state(self, scales: Tensor, dtype: torch.dtype) -> Any:
+        """bitsandbytes' description of the packed weight. `dtype`: that of the values that it becomes."""
+        state = _bitsandbytes().functional.QuantState
+        shape = torch.Size((self.out_features, self.in_features))
+        if not self.is_double:
+            of_blocks = scales.view(torch.float32).flatten()
+            return state(of_blocks, shape, None, BLOCK, "nf4", dtype)
+        of_scales = state(self.scales_of_scales, code=self.scale_levels, blocksize=_SCALES_BLOCK, dtype=torch.float32)
+        return state(scales.flatten(), shape, None, BLOCK, "nf4", dtype, self.mean_of_scales, of_scales)
+
+
+class Quantizing:
+    """Fills a quantized layer from the rows of its weight that this rank reads."""
+
+    squared_error: float = 0.0
+    """Sum over this rank's rows. Double quantization changes it in the third digit, which is not counted."""
+    squared_weight: float = 0.0
+
+    def __init__(self, layer: QuantizedLinear) -> None:
+        self.layer = layer
+        self.shape = torch.Size((layer.out_features, layer.in_features))
+        self._scales: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        packed = self.layer.packed
+        return torch.device(packed.device_mesh.device_type) if isinstance(packed, DTensor) else packed.device
+
+    @property
+    def index(self) -> Index:
+        """This rank's part of the weight."""
+        rows, _ = index_of(self.layer.packed)
+        return rows, slice(0, self.shape[1])
+
+    @torch.no_grad()
+    def put(self, index: Index, values: Tensor) -> None:
+        """Quantize `values`, which are at `index` in the whole weight: whole rows."""
+        if self._scales is None:
+            self._scales = self._new_scales()
+        rows, _ = index
+        device = local(self._scales).device
+        step = max(1, _AT_ONCE // self.shape[1])
+        for start in range(rows.start, rows.stop, step):
+            at = slice(start, min(start + step, rows.stop))
+            part = values[at.start - rows.start : at.stop - rows.start].to(device)
+            packed, state = _bitsandbytes().functional.quantize_4bit(part, blocksize=BLOCK, quant_type="nf4")
+            put(self.layer.packed, (at, slice(0, self.shape[1] // 2)), packed.view(len(part), -1))
+            put(self._scales, (at, slice(0, self.shape[1] // BLOCK)), state.absmax.view(len(part), -1))
+            error = _bitsandbytes().functional.dequantize_4bit(packed, state).float().sub_(part)
+            self.squared_error += float(error.square_().sum(dtype=torch.float64))
+            self.squared_weight += float(part.float().square().sum(dtype=torch.float64))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Store the scales, when all rows have been put. Collective."""
+        layer = self.layer
+        # A rank may have no rows.
+        whole = full_tensor(self._new_scales() if self._scales is None else self._scales)
+        self._scales = None
+        if not layer.is_double:
+            put_own(layer.scales, whole.view(torch.uint8))
+            return
+        mean = whole.flatten().mean()
+        fine, state = _bitsandbytes().functional.quantize_blockwise(whole.flatten() - mean, blocksize=_SCALES_BLOCK)
+        put_own(layer.scales, fine.view(whole.shape))
+        layer.scales_of_scales.copy_(state.absmax)
+        layer.mean_of_scales.copy_(mean)
+        layer.scale_levels.copy_(state.code)
+
+    def _new_scales(self) -> Tensor:
+        """Room for float32 scales, sharded as the weight."""
+        packed, shape = self.layer.packed, (self.shape[0], self.shape[1] // BLOCK)
+        if not isinstance(packed, DTensor):
+            return torch.empty(shape, device=packed.device)
+        return distributed.zeros(shape, device_mesh=packed.device_mesh, placements=packed.placements)
+
+
+def quantize_layers(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Quantizing]:
+    """Convert the frozen linear layers of the decoder blocks of `model`, which has no values yet. Returns what fills
+    them, by the name of the weight.
+
+    Embeddings, head, norms and routers stay, and layers whose rows are not whole blocks.
+
+    Raises:
+        ModelError: there is no such layer.
+    """
+    chosen = dict(_frozen_linears(model))
+    fitting = {path: layer for path, layer in chosen.items() if layer.in_features % BLOCK == 0}
+    if not fitting:
+        raise ModelError(
+            f"model.quantization: {type(model).__name__} has no frozen linear layer with rows of {BLOCK} n"
+        )
+    return {f"{path}.weight": Quantizing(QuantizedLinear.convert(layer, config)) for path, layer in fitting.items()}
+
+
+def _frozen_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    shared = {name for names in names_of_shared(model) for name in names}
+    blocks = {id(module) for block in decoder_blocks(model) for module in block.modules()}
+    for path, module in model.named_modules():
+        if not is_plain_linear(module) or id(module) not in blocks or module.weight.requires_grad:
+            continue
+        parent, _, name = path.rpartition(".")
+        is_router = name in ("gate", "router")
+        if not (is_router or f"{path}.weight" in shared or _reads_weight(model.get_submodule(parent), name)):
+            yield path, module
+
+
+def _reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether the code of `parent` reads the weight of its layer `name`, as kernels of state spaces do."""
+    try:
+        return re.search(rf"\bself\.{name}\.weight\b", inspect.getsource(type(parent))) is not None
+    except (OSError, TypeError):  # code that came from no file
+        return False
+
+
+def scale_names(model: nn.Module) -> set[str]:
+    """Names of the scales, which are no part of the model's hub format."""
+    return {f"{path}.scales" for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def log_quantization(layers: Mapping[str, Quantizing], process: Process) -> None:
+    """Log how much memory the filled layers take, and how far they are from the weights of the files. Collective."""
+    sums = [sum(each.squared_error for each in layers.values()), sum(each.squared_weight for each in layers.values())]
+    total = torch.tensor(sums, dtype=torch.float64, device=process.device)
+    dist.all_reduce(total)
+    values = sum(each.shape.numel() for each in layers.values())
+    held = sum(each.layer.packed.numel() + each.layer.scales.numel() for each in layers.values())
+    if process.is_main:
+        get_logger().info(
+            f"Quantization: {len(layers)} linear layers in NF4, {8 * held / values:.2f} bits per weight "
+            f"({held / 2**20:,.0f} MiB; in bfloat16 {2 * values / 2**20:,.0f}); relative error of the weights "
+            f"{(float(total[0]) / float(total[1])) ** 0.5:.3f}"
+        )

@@ -1,0 +1,136 @@
+"""Frozen weights in NF4: compared with PEFT on bitsandbytes, over processes, resumes and weight updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: `uv sync --inexact --extra quantization`")
+
+import peft
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import FileSystemTransportConfig
+from prime_rl.configs.trainer import DebugModelConfig, LoRAConfig, ModelConfig, TrainerConfig
+from prime_rl.run.paths import RunPaths, stable_steps
+from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.model.lora import LowRank, gather_adapter
+from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.rl.run import train
+from prime_rl.transport import setup_batch_sender
+from prime_rl.transport.loading import full_tensor, put_own
+from prime_rl.transport.messages import TrainingBatch, TrainingSample
+
+TOKENS = torch.arange(4, 100, 3)
+
+
+@pytest.mark.parametrize("is_double", [True, False])
+def test_loss_gradients_and_export_are_those_of_peft_on_bitsandbytes(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, is_double: bool
+) -> None:
+    quantization = {"type": "nf4", "double": is_double}
+    lora = LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj", "down_proj"])
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), lora=lora, quantization=quantization), mesh)
+    generator = torch.Generator().manual_seed(0)
+    for adapter in (module for module in model.modules() if isinstance(module, LowRank)):
+        put_own(adapter.B, torch.randn(adapter.B.shape, generator=generator) / 10)
+    logits = score_tokens(model, TOKENS[None], torch.arange(len(TOKENS))[None], lambda hidden, head: head(hidden))
+    loss = nn.functional.cross_entropy(logits[:-1], TOKENS[1:])
+    loss.backward()
+    ours = {name: full_tensor(each.grad) for name, each in model.named_parameters() if each.requires_grad}
+    exported = gather_weights(model, torch.float32)
+
+    save_adapter(gather_adapter(model, torch.float32), tmp_path / "adapter")
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=is_double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, quantization_config=quantized, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    theirs.train()  # in evaluation mode, bitsandbytes may compute in bfloat16 on a CPU
+    expected = nn.functional.cross_entropy(theirs(TOKENS[None]).logits[0, :-1], TOKENS[1:])
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    names = {"base_model.model.": "", ".lora_A.default.weight": ".lora.A", ".lora_B.default.weight": ".lora.B"}
+    gradients = {name: each.grad for name, each in theirs.named_parameters() if each.requires_grad}
+    assert len(gradients) == len(ours) == 8
+    for name, gradient in gradients.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7)
+    # An export is a plain model that computes the same. Published weights are 9% away, as normal values in NF4 are.
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    published = {name: each.clone() for name, each in plain.state_dict().items()}
+    plain.load_state_dict({**published, **exported})
+    torch.testing.assert_close(plain(TOKENS[None]).logits, theirs(TOKENS[None]).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(exported["model.embed_tokens.weight"], published["model.embed_tokens.weight"])
+    own, given = (weights["model.layers.1.mlp.up_proj.weight"] for weights in (exported, published))
+    assert 0.08 < (own - given).norm() / given.norm() < 0.1
+
+
+@pytest.fixture
+def base(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    """SFT on questions whose answer repeats the question."""
+    words = ["heart", "lung", "spleen", "aorta", "femur", "tibia", "iris", "uvula"]
+    file = tmp_path / "echo.jsonl"
+    file.write_text("".join(json.dumps({"prompt": a + b, "completion": a + b}) + "\n" for a in words for b in words))
+    model = {"name": str(tiny_model_dir), "attn": "sdpa", "lora": {"rank": 8}, "quantization": "nf4"}
+    data = {"name": str(file), "batch_size": 4, "micro_batch_size": 2, "seq_len": 64}
+    return {"device": "cpu", "model": model, "data": data, "optim": {"lr": 1e-2}, "max_steps": 6}
+
+
+def test_two_processes_train_like_one_and_resume_bit_identically(
+    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+) -> None:
+    assert_two_processes_train_like_one(SFTConfig(**{**base, "output_dir": tmp_path}))
+
+
+def batch() -> TrainingBatch:
+    tokens = torch.randint(4, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    sample = TrainingSample(
+        prompt_ids=tokens[:10],
+        prompt_mask=[False] * 10,
+        completion_ids=tokens[10:],
+        completion_mask=[True] * 30,
+        inference_logprobs=[-4.8] * 30,
+        completion_temperatures=[1.0] * 30,
+        advantage=1.0,
+    )
+    return TrainingBatch([sample], 0)
+
+
+def test_rl_sends_the_engines_the_weights_that_it_computes_with(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Version 0 too: the published weights, which they have loaded, have other log-probabilities."""
+    setup_batch_sender(FileSystemTransportConfig(), RunPaths(tmp_path).orchestrator).send(batch())
+    model = {"name": str(tiny_model_dir), "attn": "sdpa", "seq_len": 128, "lora": {}, "quantization": "nf4"}
+    settings = {"device": "cpu", "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-2}, "max_steps": 1}
+    train(TrainerConfig(output_dir=tmp_path, model=model, **settings), RunPaths(tmp_path))
+    paths = RunPaths(tmp_path).orchestrator
+    assert stable_steps(paths.broadcasts) == [0, 1]
+    start, first = (load_file(paths.broadcast(version) / "model.safetensors") for version in (0, 1))
+    published = load_file(tiny_model_dir / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert start.keys() == published.keys()
+    assert len(start[name].unique()) < len(published[name].unique()) / 2
+    assert not torch.equal(start[name], first[name])
+
+
+def test_random_weights_are_quantized_too(tiny_model_dir: Path, mesh: Mesh) -> None:
+    settings = {"name": str(tiny_model_dir), "debug": DebugModelConfig(random_init=True), "lora": LoRAConfig()}
+    plain, packed = (setup_model(ModelConfig(**settings, **more), mesh) for more in ({}, {"quantization": "nf4"}))
+    one, other = (
+        gather_weights(model, torch.float32)["model.layers.0.mlp.up_proj.weight"] for model in (plain, packed)
+    )
+    assert 0.08 < (one - other).norm() / one.norm() < 0.1
