@@ -27,7 +27,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.step import Reference
-from prime_rl.transport.routing import Routers, Routing
+from prime_rl.transport.routing import RouterLoad, Routers, Routing
 
 SMALL = {
     "hidden_size": 32,
@@ -228,6 +228,16 @@ def test_a_router_that_does_not_return_its_scores_is_counted() -> None:
     counts, entropies = routers.load.take()
     assert counts.tolist() == [[1, 1, 2, 2]]
     assert entropies.tolist() == []
+
+
+def test_the_entropy_of_a_router_is_that_of_its_probabilities_whichever_it_returns() -> None:
+    """Gemma 4 returns probabilities, and the others what these are the softmax of."""
+    logits, weights = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.ones(5)
+    expected = torch.distributions.Categorical(logits=logits).entropy().sum()
+    for scores in (logits, logits.softmax(-1)):
+        load = RouterLoad()
+        load.add(0, 4, logits.topk(2).indices, scores, weights)
+        torch.testing.assert_close(load.take()[1].float(), expected[None])
 
 
 def test_a_reference_that_is_reset_takes_the_biases(biased_dir: Path, mesh: Mesh) -> None:

@@ -116,8 +116,8 @@ class Routers:
 
 
 def _logits(outputs: Any, experts: int) -> Tensor | None:
-    """A router's scores [N, E] before it normalizes them; of several such outputs, families return them last. None if
-    it returns none, as LongCat's in Transformers 5.16."""
+    """A router's scores [N, E], before it normalizes them in most families; of several such outputs, families return
+    them last. None if it returns none, as LongCat's in Transformers 5.16."""
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     found = [part for part in parts if part.ndim == 2 and part.shape[1] == experts and part.is_floating_point()]
     return found[-1].detach() if found else None
@@ -138,7 +138,10 @@ class RouterLoad:
         self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
         if logits_NE is None:
             return
-        logs = logits_NE.float().log_softmax(-1)
+        scores = logits_NE.float()
+        # Gemma 4 returns probabilities, and others what these are the softmax of.
+        are_probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < 1e-3).all()
+        logs = torch.where(are_probabilities, scores.clamp(min=1e-30).log(), scores.log_softmax(-1))
         entropy = -((logs.exp() * logs).sum(-1) * weights_N).sum()
         self._entropies[layer] = self._entropies[layer] + entropy if layer in self._entropies else entropy
 

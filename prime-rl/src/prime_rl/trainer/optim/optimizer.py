@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
@@ -262,8 +262,17 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return (x.mT if is_tall else x).reshape(matrices.shape)
 
 
+def _keeps_matrices(placement: Placement) -> bool:
+    """Whether a stack of matrices that is placed so has no matrix that processes divide."""
+    return placement.is_replicate() or getattr(placement, "dim", None) == 0
+
+
 def _orthogonal_of_all(update: Tensor) -> Tensor:
     """This process's part of the orthogonalized `update`. Collective."""
+    if isinstance(update, DTensor) and update.ndim > 2 and all(map(_keeps_matrices, update.placements)):
+        # Of stacked experts, a process has whole matrices: nobody needs those of others.
+        own = local(update)
+        return orthogonalised(own).to(update.dtype) if own.numel() else own
     whole = orthogonalised(full_tensor(update.to(torch.bfloat16)))
     return whole[index_of(update)].to(update.dtype)
 
