@@ -3,7 +3,7 @@
 Arguments: a directory with models, and JSON of the sizes of meshes by model and by the mesh's name. Saves `found.pt`
 there: each model's SFT loss, gradient and fingerprint of frozen weights, on the same rows: where every process computes
 all of them, and where meshes divide rows, tokens, layers and experts. A model whose name ends in "adapter" gets a new
-adapter. One in "replayed" is routed to drawn experts.
+adapter. One in "replayed" is routed to drawn experts. With "dropout", all processes draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,7 +66,8 @@ def meshes(
 
 
 def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
-    model, rows, axis, device = setup_model(config, mesh), rows_of(mesh), mesh.data_axis, mesh.process.device
+    model = setup_model(config, mesh, has_dropout="dropout" in config.name)
+    rows, axis, device = rows_of(mesh), mesh.data_axis, mesh.process.device
     trained_tokens = int(axis.sum([sum(int(row.is_trained.sum()) for row in rows)], device)[0])
     drawn = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -74,9 +76,15 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
                 put_own(parameter, torch.empty(parameter.shape).normal_(0, 0.05, generator=drawn))
     losses = []
     for row in rows:
+        # Of its samples: processes that train on other rows draw for them what one process with all rows does.
+        torch.manual_seed(len(row.input_ids))
         routes = drawn_routes(len(row.input_ids)) if config.name.endswith("replayed") else None
         with replaying(model, routes):
             losses.append(forward_backward(model, [row], CrossEntropy(), [trained_tokens], mesh)["loss"])
+    if mesh.tensor_axis is not None:
+        states = [torch.empty_like(torch.get_rng_state()) for _ in range(mesh.tensor_axis.sharing.size())]
+        dist.all_gather(states, torch.get_rng_state(), group=mesh.tensor_axis.sharing.get_group())
+        assert all(torch.equal(state, states[0]) for state in states), "the next masks would differ"
     loss = axis.sum([sum(losses)], device)[0]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     whole = torch.cat([full_tensor(each).flatten() for each in gradients])
@@ -94,7 +102,8 @@ def main(directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> No
     process = setup_world("cpu", timeout_s=3600)
     found = {}
     for of_model, sizes in divisions.items():
-        lora = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
+        dropout = 0.25 if "dropout" in of_model else 0.0
+        lora = LoRAConfig(rank=4, alpha=8, dropout=dropout, target_modules=["all-linear", "experts"])
         lora = lora if of_model.endswith("adapter") else None
         model = ModelConfig(name=str(directory / of_model), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
         for name, config, mesh in meshes(model, sizes, process):

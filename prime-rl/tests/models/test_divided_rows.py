@@ -20,6 +20,8 @@ ATTENDING = {"layer_types": ["linear_attention", "full_attention"]}
 MODELS = {
     "two key-value heads": (Case("llama"), "cp2 tp2 cp4 dp_replicate2-cp2 cp2-tp2 dp_replicate2-tp2"),
     "adapter": (Case("qwen3"), "cp2 tp2"),
+    "dropout, adapter": (Case("qwen3"), "tp2"),
+    "experts, dropout, adapter": (Case("qwen3_moe"), "tp2"),
     "experts": (Case("qwen3_moe"), "cp2 tp2 ep2 dp_replicate2-ep2 cp2-ep4 tp2-ep4"),
     "experts, adapter": (Case("qwen3_moe"), "cp2 tp2 ep4 tp2-ep4"),
     "experts, replayed": (Case("qwen3_moe"), "cp2 tp2 tp2-ep4"),

@@ -125,11 +125,14 @@ def test_a_process_more_draws_other_random_numbers_than_those_before(
     manager(tmp_path, mesh).save(state, {})
     second = replace(mesh, process=replace(mesh.process, rank=1))
     draws = []
-    for own_mesh in (mesh, second):
+    for own_mesh, tp in ((mesh, 1), (second, 1), (second, 2)):
         torch.manual_seed(999)
+        state.tp = tp
         manager(tmp_path, own_mesh).load(state, 1)
         draws.append(torch.rand(1).item())
-    assert draws[0] != draws[1]
+    first, other, sharing = draws
+    assert first != other
+    assert sharing == first, "it divides the layers of the first process, and drops what that one drops"
 
 
 def with_critic(model_dir: Path, mesh: Mesh) -> TrainState:

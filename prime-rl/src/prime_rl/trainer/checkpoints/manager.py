@@ -259,9 +259,11 @@ class CheckpointManager:
         if not self.config.skip_progress:
             state.progress = Progress(**own["progress"])
             state.history = History.of(own.get("history", {}))
-        if self.process.rank < own["world_size"]:
+        rank = self.process.rank // state.tp * own.get("tp", 1)
+        if rank < own["world_size"]:
             # Others keep their own. With another process's, both would drop the same activations from here on.
-            set_random_state(own["random"], self.process.device)
+            drawing = own if rank == self.process.rank else load_rank(directory, rank)
+            set_random_state(drawing["random"], self.process.device)
         return [] if self.config.skip_dataloader else self._positions(directory, own)
 
     def is_best(self, val_loss: float) -> bool:

@@ -174,6 +174,8 @@ class TrainState:
     """Numbers that the run adapts, such as the weight of the KL penalty."""
     history: History = field(default_factory=History)
     """What the rules of `[early_stop]` look at. In RL, the orchestrator has it."""
+    tp: int = 1
+    """Number of neighbouring processes that divide layers, and draw the same random numbers."""
 
     @property
     def policy(self) -> TrainedModel:
@@ -192,6 +194,7 @@ class TrainState:
             "copies": sorted(self.copies),
             "adapted": dict(self.adapted),
             "history": asdict(self.history),
+            "tp": self.tp,
         }
 
     def tensors(self, copies: Iterable[Role]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def divide_experts(model: PreTrainedModel, mesh: Mesh, *, needs_experts: bool) -
             for key, weight in list(module.named_parameters(recurse=False)):
                 setattr(module, key, divided(weight, 0, sharing))
         own = count // sharing.size()
-        cast("Any", experts).num_experts = own
+        held = cast("Any", experts)
+        held.num_experts, held.first_expert = own, sharing.get_local_rank() * own
         tp = None if mesh.tensor_axis is None else mesh.tensor_axis.sharing
         experts.forward = _dispatching(with_weights(experts, local), own, sharing.get_group(), tp)
     if stacks and mesh.process.is_main:

@@ -264,9 +264,9 @@ class LowRank(nn.Module):
         """Map [..., in] to [..., out]."""
         return self.product(x, local(self.A), local(self.B))
 
-    def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Like `forward`, with the A and B of one expert."""
-        low = nn.functional.linear(self.dropout(x), a)
+    def product(self, x: Tensor, a: Tensor, b: Tensor, seed: int | None = None) -> Tensor:
+        """Like `forward`, with the A and B of one expert. `seed` draws the mask of its dropout."""
+        low = nn.functional.linear(self.dropout(x) if seed is None else _seeded_dropout(x, self.dropout.p, seed), a)
         return nn.functional.linear(low if self.between is None else self.between(low), b) * self.scale
 
     def adapted(self, output: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -311,6 +311,8 @@ class _StackedExperts(Protocol):
 
     down_proj: Tensor
     lora: nn.ModuleDict
+    first_expert: int
+    """Number of the first expert, of a process that holds some of them."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
 
@@ -604,6 +606,7 @@ def _adapt(module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 def _adapt_experts(path: str, experts: nn.Module, config: LoRAConfig) -> None:
     loras = nn.ModuleDict()
     experts.lora = loras
+    cast("_StackedExperts", experts).first_expert = 0
     for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(experts, name)
         for part in parts:
@@ -626,7 +629,8 @@ def _experts_forward(
     order = top_k_index_NK.flatten().argsort(stable=True)
     token = order // top_k_index_NK.shape[1]
     counts = top_k_index_NK.flatten().bincount(minlength=len(experts.down_proj)).tolist()
-    gate_up, down = (_expert_projections(experts, name) for name in ("gate_up_proj", "down_proj"))
+    seed = _seed_of_masks(experts)
+    gate_up, down = (_expert_projections(experts, name, seed) for name in ("gate_up_proj", "down_proj"))
     outputs = [
         down_of(experts._apply_gate(gate_up_of(x)))
         for x, gate_up_of, down_of in zip(hidden_NH[token].split(counts), gate_up, down, strict=True)
@@ -635,20 +639,47 @@ def _experts_forward(
     return torch.zeros_like(hidden_NH).index_add_(0, token, weighted.to(hidden_NH.dtype))
 
 
-def _expert_projections(experts: _StackedExperts, name: str) -> list[partial[Tensor]]:
+def _seed_of_masks(experts: _StackedExperts) -> int | None:
+    """A seed for the dropout of the experts' adapters; None without dropout.
+
+    Processes that divide experts hold different numbers of tokens. Each takes one number from the random state, so that
+    those that compute the same tokens otherwise keep drawing the same masks, and an expert has the mask that it has in
+    a process with all experts.
+    """
+    dropouts = [cast("LowRank", part).dropout for part in experts.lora.values()]
+    is_random = any(each.training and each.p > 0 for each in dropouts)
+    return int(torch.randint(2**62, ())) if is_random else None
+
+
+def _seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    kept = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(seed))
+    return x * kept / (1 - p) if p < 1 else x * kept
+
+
+def _expert_projections(experts: _StackedExperts, name: str, seed: int | None) -> list[partial[Tensor]]:
     """For each expert, a function that projects its tokens with weight `name` and its adapters."""
     loras = _parts_of(experts.lora, name)
+    first = PROJECTIONS.index(EXPERT_PROJECTIONS[name][0])
     # Unbind once instead of indexing per expert, so that the backward pass is linear in the number of experts.
     weights = getattr(experts, name).unbind()
     factors = [zip(local(lora.A).unbind(), local(lora.B).unbind(), strict=True) for lora in loras]
-    return [partial(_project, weight, loras, own) for weight, *own in zip(weights, *factors, strict=True)]
+    numbers = range(experts.first_expert, experts.first_expert + len(weights))
+    seeds = [None if seed is None else seed + len(PROJECTIONS) * number + first for number in numbers]
+    return [
+        partial(_project, weight, loras, own, mask) for mask, weight, *own in zip(seeds, weights, *factors, strict=True)
+    ]
 
 
-def _project(weight: Tensor, loras: list[LowRank], factors: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+def _project(
+    weight: Tensor, loras: list[LowRank], factors: list[tuple[Tensor, Tensor]], seed: int | None, x: Tensor
+) -> Tensor:
     own = nn.functional.linear(x, weight)
     if not loras[0].is_on:
         return own
-    added = [lora.product(x, a, b) for lora, (a, b) in zip(loras, factors, strict=True)]
+    added = [
+        lora.product(x, a, b, None if seed is None else seed + part)
+        for part, (lora, (a, b)) in enumerate(zip(loras, factors, strict=True))
+    ]
     return own + torch.cat(added, dim=-1)
 
 

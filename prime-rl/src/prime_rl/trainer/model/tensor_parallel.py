@@ -107,7 +107,22 @@ def _divide_adapter(adapter: LowRank, style: str, tp: DeviceMesh) -> None:
         adapter.between = partial(with_summed_gradient, tp=tp)
     elif style == "rowwise":
         adapter.A = divided(adapter.A, 1, tp)
+        adapter.dropout = _DividedDropout(adapter.dropout.p, tp)
         adapter.between = partial(summed, tp=tp)
+
+
+class _DividedDropout(nn.Dropout):
+    """Dropout of the inputs that this process holds, as of one process that holds all of them."""
+
+    def __init__(self, p: float, tp: DeviceMesh) -> None:
+        super().__init__(p)
+        self._tp = tp
+
+    def forward(self, part: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return part
+        whole = super().forward(part.new_ones(*part.shape[:-1], part.shape[-1] * self._tp.size()))
+        return part * whole.tensor_split(self._tp.size(), -1)[self._tp.get_local_rank()]
 
 
 def divided(weight: nn.Parameter, axis: int, sharing: DeviceMesh) -> nn.Parameter:

@@ -492,7 +492,7 @@ def setup_components(
     balance = Balance(model, config.model.router_bias_update_rate, process)
     critic = setup_critic(config, tokenizer, mesh, products)
     trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler, balance)}
-    state = TrainState(trained if critic is None else {**trained, "critic": critic.trained})
+    state = TrainState(trained if critic is None else {**trained, "critic": critic.trained}, tp=config.model.tp)
     if reference is not None and reference.reset_every is not None:
         state.copies["reference"] = reference.model
     if checkpoints is not None and resume_step is not None:

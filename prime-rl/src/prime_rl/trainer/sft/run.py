@@ -183,7 +183,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
     balance = Balance(model, config.model.router_bias_update_rate, process)
-    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler, balance)})
+    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler, balance)}, tp=config.model.tp)
     if checkpoints is not None and resume_step is not None:
         positions = checkpoints.load(state, resume_step)
         facts = {**restored_state(state, paths, resume_step, process), "matrix_products": asdict(products)}
