@@ -346,9 +346,6 @@ class ModelConfig(BaseModelConfig):
         for name in ("cp", "tp", "ep"):
             if (size := getattr(self, name)) > 1:
                 yield f"with {name} = {size}: rows with images are not divided among processes: remove one"
-        for name in ("lora", "adapter"):
-            if getattr(self, name) is not None:
-                yield f"with {name}: adapters of models with images are not supported yet: remove one"
         if self.language_model_only:
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
         if self.trust_remote_code:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.model.scoring import output_head
+from prime_rl.trainer.model.vision import trainable_modules
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -200,8 +201,10 @@ def _matrix_flops(model: PreTrainedModel) -> int:
     total = sum(_flops_of(p) for p in head)
     # An embedding lookup is not a matrix product. The head, which may share its weight, is counted above.
     skipped = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
+    # Not those of a vision tower, which computes patches of images and no tokens.
+    counted = {id(p) for _, module in trainable_modules(model) for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or id(parameter) in skipped:
+        if parameter.ndim < 2 or id(parameter) in skipped or id(parameter) not in counted:
             continue
         total += int(_flops_of(parameter) * (share if ".experts." in name else 1))
     return total

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,11 +20,13 @@ from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints.weights import save_adapter
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.images import setup_images
+from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
-from prime_rl.trainer.sft.data.packer import setup_rows
+from prime_rl.trainer.sft.data.packer import lay_out, setup_rows
 from prime_rl.trainer.sft.data.samples import SampleMaker
 from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
@@ -28,6 +34,9 @@ from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
 from prime_rl.transport.loading import full_tensor
 
 from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
+from .images_of_two_processes import gradient_of
+
+SCRIPT = Path(__file__).with_name("images_of_two_processes.py")
 
 
 def test_every_family_is_compared() -> None:
@@ -117,3 +126,63 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
 
 def exports(*runs: Path) -> list[Path]:
     return [RunPaths(each).weight(8) for each in runs]
+
+
+def test_two_processes_of_which_one_has_images_have_the_gradient_of_one(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    start, results, file = tmp_path / "start", tmp_path / "results.pt", save_rows(tmp_path / "data")
+    save_checkpoint("qwen3_vl", start, tiny_model_dir)
+    base = {"name": str(start), "attn": "sdpa", "seq_len": 256, "vision": {}}
+    settings = [base, {**base, "lora": {"rank": 4}}]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, SCRIPT, results, file, *map(json.dumps, settings)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = torch.load(results)
+    for each in settings:
+        expected, gradient = gradient_of(ModelConfig(**each), file, mesh), found[json.dumps(each)]
+        assert gradient.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(gradient[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_adapter_of_the_language_model_fits_the_class_in_peft(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    start, adapter = tmp_path / "start", tmp_path / "adapter"
+    save_checkpoint("idefics3", start, tiny_model_dir)
+    file = save_rows(tmp_path / "data")
+    _, whole, loss_of = reference("idefics3", start, file)
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]}
+    config = ModelConfig(name=str(start), attn="sdpa", seq_len=256, vision={}, lora=lora)
+    model = setup_model(config, mesh)
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    save_adapter(gather_adapter(model, torch.float32), adapter)
+    loaded = peft.PeftModel.from_pretrained(whole, adapter)
+    adapted = {name for name, _ in loaded.named_parameters() if "lora_" in name}
+    assert adapted
+    assert not any("vision" in name or "connector" in name for name in adapted)
+    for each in (config, config.model_copy(update={"lora": None, "adapter": str(adapter)})):
+        run_by = model if each is config else setup_model(each, mesh)
+        sums = losses_of(run_by, each, file)
+        with torch.no_grad():
+            expected = [float(loss_of(row, is_trained)) for row, (_, is_trained) in enumerate(sums)]
+        assert [loss for loss, _ in sums] == pytest.approx(expected, rel=1e-5)
+
+
+def losses_of(model: Any, config: ModelConfig, file: Path) -> list[tuple[float, Any]]:
+    """The loss of each row, and which of its tokens are trained."""
+    tokenizer = setup_tokenizer(TokenizerConfig(name=config.name), config)
+    images = setup_images(config, tokenizer)
+    data = SFTDataConfig(name=str(file), shuffle=False, seq_len=256)
+    make, entries = SampleMaker(data, tokenizer, images=images), setup_entries(data)
+    samples = [make(entries.at(row)).sample for row in range(entries.row_count)]
+    objective, device = CrossEntropy(images=images), torch.device("cpu")
+    with torch.no_grad():
+        sums = [objective.sums(model, lay_out([each], 256, 256), device).losses[0] for each in samples]
+    return [(float(loss), each.is_trained) for loss, each in zip(sums, samples, strict=True)]

@@ -10,7 +10,7 @@ image is written here, because the processors of most families cannot be loaded 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ import numpy as np
 
 from prime_rl.checks.model_description import vision_fault
 from prime_rl.configs.model import ModelConfig
+from prime_rl.storage.staging import StoredImages
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
-from prime_rl.utils.images import ImageFault, ImageLimits, read_image
+from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, read_image
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Images:
     """The checkpoint's image processor."""
     token_id: int
     limits: ImageLimits
+    fetch: Fetch = field(default_factory=StoredImages)
+    """Gets images that lie on S3."""
 
     @property
     def identity(self) -> str:
@@ -154,7 +157,7 @@ class Images:
         expanded, at, grown = [pieces[0]], len(pieces[0]), [(0, 0)]
         for number, (source, behind) in enumerate(zip(sources, pieces[1:], strict=True), start=1):
             try:
-                image = read_image(source, folder, self.limits)
+                image = read_image(source, folder, self.limits, self.fetch)
             except ImageFault as fault:
                 raise BadRow(f"image {number}: {fault}") from fault
             written, features = self.family.expand(self.processor, self.config, (image.height, image.width))
@@ -227,7 +230,7 @@ class Images:
     def _again(self, image: SampleImage) -> Image:
         """The pixels of an image that has been read before."""
         try:
-            pixels = read_image(image.source, Path(), self.limits)
+            pixels = read_image(image.source, Path(), self.limits, self.fetch)
         except ImageFault as fault:
             raise DataError(f"an image has changed since its row was read: {fault}") from fault
         _, features = self.family.expand(self.processor, self.config, (pixels.height, pixels.width))

@@ -33,6 +33,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, AdapterSettings, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
+from prime_rl.trainer.model.vision import trainable_modules
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
 from prime_rl.transport.loading import Index, float32_names, full_tensor, has_score, index_of, local, put, put_own
@@ -66,7 +67,8 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
     Raises:
         ModelError: a name matches no module, or a module that cannot be adapted.
     """
-    owners = {path: module for path, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    modules = trainable_modules(model)
+    owners = {path: module for path, module in modules if any(True for _ in module.parameters(False))}
     linear = {path: module for path, module in owners.items() if is_plain_linear(module)}
     experts = {path: module for path, module in owners.items() if is_stacked(module)}
     saved = _selected(config.modules_to_save, owners)

@@ -6,7 +6,7 @@ embeddings, as it does inside of Transformers' class, whose own forward knows on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,6 +45,15 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The module that holds embeddings and decoder blocks."""
     base = cast("PreTrainedModel", model.base_model)
     return base if vision_of(model) is None else base.get_decoder()
+
+
+def trainable_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that adapters may change, by path: all but those of a vision tower and what joins it to the rest."""
+    if vision_of(model) is None:
+        yield from model.named_modules()
+        return
+    kept = {*language_model(model).modules(), model.get_output_embeddings()}
+    yield from ((path, module) for path, module in model.named_modules() if module in kept)
 
 
 @dataclass(frozen=True, slots=True)
