@@ -27,29 +27,36 @@ from prime_rl.trainer.process.world import setup_world
 LENGTHS = (70, 130, 1, 300)
 VOCABULARY = 512
 LORA: dict[str, Any] = {"attn": "sdpa", "lora": {"rank": 8, "alpha": 16.0}}
-FLOAT32_ERROR, BFLOAT16_ERROR = 2e-5, 3e-2
-"""Largest relative error of a loss or gradient, |ours - reference| / |reference|, in each dtype."""
+PRECISIONS = {"float32": ("highest", 2e-5), "TF32": ("high", 5e-3), "bfloat16": ("high", 3e-2)}
+"""PyTorch's precision of float32 products, and the largest relative error of a loss or gradient,
+|ours - reference| / |reference|. A run on a GPU multiplies float32 matrices in TF32."""
 
 
 def main(findings: Findings) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         mesh = ParallelDims(1, 1).mesh(setup_world(findings.device, timeout_s=600, environ={}))
         directory = config_dir("tiny", Path(scratch))
+        torch.set_float32_matmul_precision("highest")
         expected = reference(directory, findings.device)
-        for dtype, limit in (("float32", FLOAT32_ERROR), ("bfloat16", BFLOAT16_ERROR)):
+        expected_with_lora = reference(directory, findings.device, with_lora=True)
+        for precision, (products, limit) in PRECISIONS.items():
+            if precision == "TF32" and findings.device == "cpu":
+                continue
+            torch.set_float32_matmul_precision(products)
+            dtype = "bfloat16" if precision == "bfloat16" else "float32"
             for name, kernel, settings in cases(findings.device, dtype):
                 findings.attempt(
-                    f"{dtype}, {name}",
+                    f"{precision}, {name}",
                     lambda kernel=kernel, settings=settings, dtype=dtype, limit=limit: compared(
                         ours(directory, mesh, kernel, settings | {"compute_dtype": dtype}), expected, limit
                     ),
                 )
             for name, settings in {"LoRA": {}, "LoRA, activation checkpointing": {"ac": {}}}.items():
                 findings.attempt(
-                    f"{dtype}, {name}, against PEFT",
+                    f"{precision}, {name}, against PEFT",
                     lambda settings=settings, dtype=dtype, limit=limit: compared(
                         ours(directory, mesh, None, LORA | settings | {"compute_dtype": dtype}),
-                        reference(directory, findings.device, with_lora=True),
+                        expected_with_lora,
                         limit,
                     ),
                 )
@@ -109,7 +116,7 @@ def reference(directory: Path, device: str, with_lora: bool = False) -> tuple[fl
             logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits, tokens[1:].to(device), reduction="sum")
     total.backward()
-    return float(total), flat(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
+    return float(total.detach()), flat(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
 
 
 def same_weights(directory: Path) -> dict[str, Tensor]:
@@ -153,7 +160,7 @@ def ours(directory: Path, mesh: Mesh, kernel: str | None, settings: dict[str, An
     loss = score_tokens(model, tokens[None], places[None], loss_of)
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    return float(loss), flat(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)
+    return float(loss.detach()), flat(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)
 
 
 def local_part(parameter: Tensor) -> Tensor:
