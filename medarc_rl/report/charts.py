@@ -194,10 +194,12 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
     listings: list[tuple[str, str]] = field(default_factory=list)
     """Titles and texts of several lines, folded."""
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    """Small pictures as data URLs, and what is said below each."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.notes or self.warnings or self.tables or self.charts or self.listings)
+        return not (self.notes or self.warnings or self.tables or self.charts or self.listings or self.pictures)
 
 
 # The runs of a report, grouped by label: runs with one label are seeds of one line

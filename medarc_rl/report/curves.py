@@ -22,6 +22,9 @@ from medarc_rl.report.charts import (
 )
 from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, finite, trend
 from prime_rl.history.run import ORCHESTRATOR, RunHistory
+from prime_rl.run.contact_sheet import read_contact_sheet
+from prime_rl.utils.errors import one_line
+from prime_rl.utils.logger import count_of
 
 TRAIN = "train"
 """Stands for the source of the loss: `trainer`, or `sft`."""
@@ -365,6 +368,7 @@ def data_section(groups: Sequence[Group]) -> Section:
     """Counts of SFT rows: read, cut, and dropped with the reason."""
     section = Section("data", "Data")
     runs = [run for group in groups for run in group.runs if run.kind == "sft"]
+    _add_pictures(section, runs)
     counts = [{name: run.metrics.last(name, run.trainer) for name in _ROW_COUNTS} for run in runs]
     counts = [each for each in counts if each["data/seen"] is not None]
     if not counts:
@@ -382,6 +386,22 @@ def data_section(groups: Sequence[Group]) -> Section:
     headers = ("rows, over all processes", *([run.name for run in runs] if len(runs) > 1 else ["number"]))
     section.tables.append(Table(headers, rows, "What became of the rows"))
     return section
+
+
+def _add_pictures(section: Section, runs: Sequence[RunHistory]) -> None:
+    """Small pictures of the first images of the data."""
+    for run in runs:
+        try:
+            pictures = read_contact_sheet(run.paths.contact_sheet)
+        except (ValueError, OSError) as error:
+            section.warnings.append(f"{run.name}: no pictures of the data's images: {one_line(error)}")
+            continue
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        for each in pictures:
+            size = f"{each.width:,} x {each.height:,}, {count_of('token', each.tokens)}"
+            section.pictures.append((each.picture, f"{name}{size}"))
+    if section.pictures:
+        section.notes.append("The first images of the data, as the model gets them before its processor, made smaller.")
 
 
 # Facts from which a reader can see reward hacking. There is a warning only beyond a stated limit.

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from report_runs import START, add_attempts, make_run
 from typer.testing import CliRunner, Result
 
@@ -22,6 +23,8 @@ from medarc_rl.report.charts import Chart, Line, group_runs, open_runs, short, t
 from medarc_rl.report.curves import finals_table
 from medarc_rl.report.facts import tiles
 from medarc_rl.report.write import LIBRARY, asset, island
+from prime_rl.run.contact_sheet import SmallPicture, write_contact_sheet
+from prime_rl.utils.images import thumbnail
 
 
 def report(*words: object, pictures: bool = False) -> Result:
@@ -182,6 +185,23 @@ def test_environments_of_one_owner_are_counted_each(tmp_path: Path) -> None:
         metrics.write(json.dumps({"time": START, "source": "eval", "step": 0, **scores}) + "\n")
     assert report(paths.root).exit_code == 0
     assert "3 environments" in page_of(paths.root)
+
+
+def test_the_first_images_of_sft_are_shown_and_nothing_else_of_the_file(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "sft")
+    small = thumbnail(Image.new("RGB", (3000, 2000), "red"))
+    assert len(small) < 2000
+    write_contact_sheet(paths.contact_sheet, [SmallPicture(small, 3000, 2000, 64)] * 30)
+    assert report(tmp_path / "run").exit_code == 0
+    read = Reader(page_of(tmp_path / "run"))
+    assert read.addresses.count(small) == 24
+    assert "3,000 x 2,000, 64 tokens" in read.sections["data"]
+    for held in ([{"picture": 'data:image/svg+xml,"><script>', "width": 1, "height": 1, "tokens": 1}], [7], {"a": "b"}):
+        paths.contact_sheet.write_text(json.dumps(held))
+        assert report(tmp_path / "run").exit_code == 0
+        read = Reader(page_of(tmp_path / "run"))
+        assert "no pictures of the data's images" in read.sections["data"]
+        assert not any("svg" in address for address in read.addresses)
 
 
 def test_rows_and_validation_of_sft_are_shown(tmp_path: Path) -> None:

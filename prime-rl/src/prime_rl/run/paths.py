@@ -91,6 +91,11 @@ class RunPaths:
         """The library that the trainer chose for matrix products on a CPU, as JSON. A resumed run keeps it."""
         return self.attempts / "matrix_products.json"
 
+    @property
+    def contact_sheet(self) -> Path:
+        """Small pictures of the first images of SFT's data, as JSON. The report shows them."""
+        return self.attempts / "contact_sheet.json"
+
     def reference(self, section: str) -> Path:
         """Log-probabilities of the rows of `data` or `val.data` under the model that a run of `dpo` started from."""
         return self.root / "reference" / f"{section}.safetensors"

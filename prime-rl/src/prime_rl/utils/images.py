@@ -189,6 +189,21 @@ def _scaled(image: Image) -> Image:
     return images.fromarray(grey)
 
 
+def thumbnail(image: Image, side: int = 144) -> str:
+    """A picture of at most `side` pixels a side, as a data URL of a few kilobytes. The image stays as it is."""
+    from PIL import Image as images
+
+    small = image.copy() if max(image.size) <= side else image.resize(_fitting(image.size, side), images.Resampling.BOX)
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _fitting(size: tuple[int, int], side: int) -> tuple[int, int]:
+    width, height = size
+    return max(1, width * side // max(size)), max(1, height * side // max(size))
+
+
 # Images in messages.
 
 

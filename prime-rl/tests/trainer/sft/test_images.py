@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from prime_rl.checks.model_description import VISION_FAMILIES
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.run.contact_sheet import read_contact_sheet
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import save_adapter
 from prime_rl.trainer.model.build import setup_model
@@ -32,7 +35,9 @@ from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
 from prime_rl.transport.loading import full_tensor
+from prime_rl.utils.pydantic_config import dump_toml
 
+from ...utils.test_images import BROKEN_FILES
 from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
 from .images_of_two_processes import gradient_of
 
@@ -108,6 +113,9 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
     losses = [json.loads(line) for line in RunPaths(straight).metrics.read_text().splitlines()]
     of_val = [each["val/loss"] for each in losses if "val/loss" in each]
     assert of_val[-1] < of_val[0] / 2, "it learns"
+    pictures = read_contact_sheet(RunPaths(straight).contact_sheet)
+    assert len(pictures) > 2
+    assert all(each.tokens > 0 for each in pictures)
 
     # Transformers has the loss of the validation with the export.
     (export,) = exports(straight)
@@ -122,6 +130,47 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
     with torch.no_grad():
         sums = [float(loss_of(row, sample.is_trained)) for row, sample in enumerate(samples)]
     assert of_val[-1] == pytest.approx(sum(sums) / sum(sample.targets for sample in samples), abs=1e-5)
+
+
+def test_a_preflight_tells_each_broken_image_by_its_line_and_counts_the_others(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    save_checkpoint("smolvlm", start, tiny_model_dir)
+    (tmp_path / "data").mkdir()
+    whole = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(whole, "PNG")
+    files = {"whole.png": whole.getvalue(), **{name: content for name, (content, _) in BROKEN_FILES.items()}}
+    for name, content in files.items():
+        (tmp_path / "data" / name).write_bytes(content)
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": name}]}, answer]}
+        for name in (*files, "missing.png")
+    ]
+    data = tmp_path / "data" / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config: dict[str, Any] = {
+        "model": {"name": str(start), "vision": {"max_pixels": 10_000}},
+        "data": {"name": str(data), "seq_len": 256, "batch_size": 2, "shuffle": False},
+    }
+
+    def preflight(**keys: Any) -> subprocess.CompletedProcess[str]:
+        dump_toml(SFTConfig(**config | {"data": config["data"] | keys}), tmp_path / "sft.toml")
+        words = ["-m", "prime_rl.trainer.sft.preflight", "@", str(tmp_path / "sft.toml")]
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+
+    done = preflight()
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if "rows.jsonl:" in line]
+    assert f"{data}:2: image 1: empty.png: it is empty" in lines[0]
+    assert len(lines) == 20, "the first kinds"
+    assert "more kinds of faults; those above are the first" in done.stdout
+    skipped = preflight(on_bad_row="skip", max_untrainable_share=1.0)
+    assert skipped.returncode == 0, skipped.stderr
+    figures = {" ".join(line.split()) for line in skipped.stdout.splitlines()}
+    assert figures >= {"images per epoch 1", "tokens of an image 20 on average"}
+    assert f"warning: {len(rows) - 1} of {len(rows)} rows are skipped" in skipped.stdout
 
 
 def exports(*runs: Path) -> list[Path]:

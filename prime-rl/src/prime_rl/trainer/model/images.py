@@ -19,9 +19,10 @@ import numpy as np
 
 from prime_rl.checks.model_description import vision_fault
 from prime_rl.configs.model import ModelConfig
+from prime_rl.run.contact_sheet import SmallPicture
 from prime_rl.storage.staging import StoredImages
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
-from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, read_image
+from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, read_image, thumbnail
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
@@ -226,6 +227,14 @@ class Images:
             for name, value in made.items()
             if name in _INPUTS
         }
+
+    def small_pictures(self, images: Sequence[SampleImage]) -> list[SmallPicture]:
+        """The images of samples, for a contact sheet."""
+        return [
+            SmallPicture(thumbnail(pixels), pixels.width, pixels.height, image.tokens)
+            for image in images
+            for pixels in [self._again(image)]
+        ]
 
     def _again(self, image: SampleImage) -> Image:
         """The pixels of an image that has been read before."""

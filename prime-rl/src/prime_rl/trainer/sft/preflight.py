@@ -193,6 +193,9 @@ def _figures(title: str, found: Examination, config: SFTDataConfig) -> Table:
     add("samples per epoch", f"{about}{found.samples * factor:,.0f}")
     add("tokens per epoch", f"{about}{found.tokens * factor:,.0f}")
     add("  trained", f"{found.targets / max(found.tokens, 1):.1%}")
+    if found.images:
+        add("images per epoch", f"{about}{found.images * factor:,.0f}")
+        add("  tokens of an image", f"{found.image_tokens / found.images:,.0f} on average")
     for name, count in (
         (f"cut to {config.section}.seq_len", counts.truncated),
         *([("split into several samples", counts.split)] if config.overlong == "split" else []),

@@ -17,6 +17,7 @@ from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
 from prime_rl.run.checkpoints import changes_since, configs_to_save
+from prime_rl.run.contact_sheet import write_contact_sheet
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.process import own_beats
@@ -137,7 +138,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     of_validation = None if config.val is None else objective_of(config, config.val.data, images, is_validation=True)
     rows = setup_rows(data, tokenizer, len(tokenizer), data_axis, images)
     loss = config.loss if isinstance(config, DPOConfig) else None
-    end_ids = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
+    first = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
+    if images is not None and process.is_main:
+        write_contact_sheet(paths.contact_sheet, images.small_pictures(first.first_images))
     validation = None
     if config.val is not None and of_validation is not None:
         if config.validates_on_training_rows and process.is_main:
@@ -176,7 +179,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     if is_scored:
         pad_with(model, tokenizer)
     else:
-        stop_at(model, end_ids, tokenizer)
+        stop_at(model, first.end_ids, tokenizer)
     if reference is not None:
         reference.compute_rest(model)
     optimizer = setup_optimizer(config.optim, model, config.model.optim_cpu_offload)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.dpo import PreferenceLossConfig
+from prime_rl.run.contact_sheet import MOST_IMAGES
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
@@ -21,6 +22,7 @@ from prime_rl.utils.logger import count_of, get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from prime_rl.trainer.model.images import SampleImage
     from prime_rl.trainer.process.world import Process
 
 _FIRST_ROWS = 256
@@ -71,6 +73,10 @@ class Examination:
     """What is wrong with bad rows that are skipped."""
     shown: list[TokenizedSample] = field(default_factory=list)
     """The first samples."""
+    images: int = 0
+    image_tokens: int = 0
+    """Number of tokens that stand for images, before rows are cut."""
+    first_images: list[SampleImage] = field(default_factory=list)
 
     pieces: int = 0
     """Number of samples beyond the first of each row that was split."""
@@ -118,6 +124,10 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
             found.flipped += made.is_flipped
             found.without_words += made.says_nothing
             found.unmarked_calls += made.sample.unmarked_calls
+            images = [image for each in made.samples for sequence in each.sequences for image in sequence.images]
+            found.images += len(images)
+            found.image_tokens += sum(image.tokens for image in images)
+            found.first_images += images[: MOST_IMAGES - len(found.first_images)]
             if isinstance(made.sample, Pair):
                 found.longer_chosen += made.sample.chosen.targets > made.sample.rejected.targets
             found.desirable += sum(isinstance(each, Labelled) and each.is_desirable for each in made.samples)
@@ -279,17 +289,17 @@ def check_first_rows(
     process: Process,
     show: bool,
     loss: PreferenceLossConfig | None = None,
-) -> set[int]:
+) -> Examination:
     """Inspect the first rows before training: warn about likely mistakes, and log the first sample if `show` is set.
 
-    Every process inspects the same rows and comes to the same result. Returns the special tokens that samples end with.
+    Every process inspects the same rows and comes to the same result. Generated samples are not inspected.
 
     Raises:
         DataError: too many of the rows cannot be trained on.
     """
     stream = rows.stream
     if not isinstance(stream, DatasetStream):
-        return set()
+        return Examination(0)
     faults = BadRows()
     found = examine(stream.first_ones(_FIRST_ROWS, faults), stream.row_count, stream.config)
     faults.refuse(stream.config.section)
@@ -297,7 +307,7 @@ def check_first_rows(
     if fault:
         raise DataError(fault)
     if not process.is_main:
-        return found.end_ids
+        return found
     of_labels = label_worries(found, loss) if loss is not None and loss.is_unpaired else ()
     for line in (*worries(found, stream.config), *of_labels, *repeats(found, stream.config)):
         get_logger().warning(f"First rows of the data: {line}")
@@ -305,7 +315,7 @@ def check_first_rows(
         first = found.shown[0]
         get_logger().info(f"First sample: {tokenizer.decode(first.token_ids)!r}")
         get_logger().info(f"Trained in it: {tokenizer.decode(first.token_ids[1:][first.is_trained[1:]])!r}")
-    return found.end_ids
+    return found
 
 
 def _pack(found: Examination, samples: Sequence[Sample], config: SFTDataConfig) -> None:
