@@ -1,12 +1,13 @@
 """The trainer's loss and gradients on a packed row against Transformers: kernels of attention, compiled, offloaded.
 
-With LoRA, against PEFT: the gradients of the adapters.
+With LoRA, against PEFT: the gradients of the adapters. With NF4 too, against PEFT on bitsandbytes, if it is installed.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ import torch
 from findings import Findings, findings_of_command_line
 from shapes import SHAPES, config_dir
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.attention import FLEX, VARLEN
@@ -27,6 +28,7 @@ from prime_rl.trainer.process.world import setup_world
 LENGTHS = (70, 130, 1, 300)
 VOCABULARY = 512
 LORA: dict[str, Any] = {"attn": "sdpa", "lora": {"rank": 8, "alpha": 16.0}}
+NF4: dict[str, Any] = {"quantization": {"type": "nf4"}}
 PRECISIONS = {"float32": ("highest", 2e-5), "TF32": ("high", 5e-3), "bfloat16": ("high", 3e-2)}
 """PyTorch's precision of float32 products, and the largest relative error of a loss or gradient,
 |ours - reference| / |reference|. A run on a GPU multiplies float32 matrices in TF32."""
@@ -35,10 +37,8 @@ PRECISIONS = {"float32": ("highest", 2e-5), "TF32": ("high", 5e-3), "bfloat16": 
 def main(findings: Findings) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         mesh = ParallelDims(1, 1).mesh(setup_world(findings.device, timeout_s=600, environ={}))
-        directory = config_dir("tiny", Path(scratch))
-        torch.set_float32_matmul_precision("highest")
+        directory = model_dir(Path(scratch))
         expected = reference(directory, findings.device)
-        expected_with_lora = reference(directory, findings.device, with_lora=True)
         for precision, (products, limit) in PRECISIONS.items():
             if precision == "TF32" and findings.device == "cpu":
                 continue
@@ -51,12 +51,12 @@ def main(findings: Findings) -> None:
                         ours(directory, mesh, kernel, settings | {"compute_dtype": dtype}), expected, limit
                     ),
                 )
-            for name, settings in {"LoRA": {}, "LoRA, activation checkpointing": {"ac": {}}}.items():
+            for name, settings in lora_cases(findings.device).items():
                 findings.attempt(
                     f"{precision}, {name}, against PEFT",
                     lambda settings=settings, dtype=dtype, limit=limit: compared(
                         ours(directory, mesh, None, LORA | settings | {"compute_dtype": dtype}),
-                        expected_with_lora,
+                        reference(directory, findings.device, with_lora=True, nf4=settings.get("quantization")),
                         limit,
                     ),
                 )
@@ -86,19 +86,33 @@ def cases(device: str, dtype: str) -> list[tuple[str, str | None, dict[str, Any]
     ]
 
 
+def lora_cases(device: str) -> dict[str, dict[str, Any]]:
+    """Keys of `[model]` beside those of the adapters, by name."""
+    cases: dict[str, dict[str, Any]] = {"LoRA": {}, "LoRA, activation checkpointing": {"ac": {}}}
+    if find_spec("bitsandbytes") is None:
+        return cases
+    cases |= {"NF4": NF4, "NF4, activation checkpointing": NF4 | {"ac": {}}}
+    cases["NF4, float32 scales"] = {"quantization": {"type": "nf4", "double": False}}
+    return cases if device == "cpu" else cases | {"NF4, offloaded parameters": NF4 | {"fsdp_cpu_offload": True}}
+
+
 def rows() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
-def reference(directory: Path, device: str, with_lora: bool = False) -> tuple[float, Tensor]:
+def reference(
+    directory: Path, device: str, with_lora: bool = False, nf4: dict[str, Any] | None = None
+) -> tuple[float, Tensor]:
     """Summed loss and gradient of Transformers' own model in float32, one sequence after another.
 
-    With LoRA, the model is PEFT's, and the gradient is that of the adapters.
+    With LoRA, the model is PEFT's, and the gradient is that of the adapters. `nf4`: `[model.quantization]`.
     """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
-    model.load_state_dict(same_weights(directory))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if nf4 is not None:
+        put_in_4_bits(model, nf4.get("double", True))
     if with_lora:
         from peft import LoraConfig, get_peft_model
 
@@ -109,21 +123,43 @@ def reference(directory: Path, device: str, with_lora: bool = False) -> tuple[fl
             (name.replace("base_model.model.", "").replace(".default.weight", ""), tensor)
             for name, tensor in model.named_parameters()
         )
-    model.to(device).eval()
+    # Without dropout there is no difference, except that bitsandbytes may compute in bfloat16 in evaluation on a CPU.
+    model.to(device).train()
     total = torch.zeros((), device=device)
     for tokens in rows():
         if len(tokens) > 1:
             logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits, tokens[1:].to(device), reduction="sum")
     total.backward()
+    torch.set_float32_matmul_precision(before)
     return float(total.detach()), flat(parameter.grad for parameter in model.parameters() if parameter.requires_grad)
 
 
-def same_weights(directory: Path) -> dict[str, Tensor]:
-    """Weights that are neither the trainer's nor Transformers' start: larger, so that rounding shows."""
+def model_dir(scratch: Path) -> Path:
+    """A model with larger weights than those that training starts from, so that rounding shows."""
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
-    return {name: 3 * tensor if tensor.ndim > 1 else tensor for name, tensor in model.state_dict().items()}
+    config = AutoConfig.from_pretrained(config_dir("tiny", scratch))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    model.save_pretrained(scratch / "model")
+    return scratch / "model"
+
+
+def put_in_4_bits(model: PreTrainedModel, is_double: bool) -> None:
+    """Replace the linear layers of the decoder blocks by those of bitsandbytes, which quantize when they are moved."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, layer in list(model.base_model.layers.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            quantized = Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, torch.float32)
+            quantized.weight = Params4bit(
+                layer.weight.data, compress_statistics=is_double, quant_type="nf4", module=quantized
+            )
+            quantized.bias = layer.bias
+            model.base_model.layers.set_submodule(path, quantized)
+    model.is_loaded_in_4bit = True  # so that PEFT adapts such layers
 
 
 @torch.no_grad()
@@ -137,14 +173,9 @@ def fill_adapters(named: Iterable[tuple[str, Tensor]]) -> None:
 
 def ours(directory: Path, mesh: Mesh, kernel: str | None, settings: dict[str, Any]) -> tuple[float, Tensor]:
     """The same of the trainer's model on one packed row."""
-    config = ModelConfig.model_validate({"name": str(directory), "debug": {"random_init": True}, **settings})
-    model = setup_model(config, mesh)
-    named = {name: local_part(parameter) for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for name, tensor in same_weights(directory).items():
-            if name in named:
-                named[name].copy_(tensor)
-    fill_adapters((name.replace(".lora.", ".lora_"), tensor) for name, tensor in named.items())
+    model = setup_model(ModelConfig.model_validate({"name": str(directory), **settings}), mesh)
+    named = ((name.replace(".lora.", ".lora_"), local_part(each)) for name, each in model.named_parameters())
+    fill_adapters(named)
     if kernel is not None:
         model.set_attn_implementation(kernel)
     device = mesh.process.device
