@@ -82,6 +82,17 @@ def test_the_named_change_fits(sft_toml: Path) -> None:
     assert (found["verdict"], found["change"]) == ("fits", None)
 
 
+def test_adapters_on_a_small_gpu_are_trained_on_weights_in_4_bits(sft_toml: Path) -> None:
+    words = ("sft", sft_toml, "--gpu", "16", "--gpus", "1", "--model.lora.rank", "16", "--model.ac.freq", "1")
+    small = ("--data.batch-size", "1", "--data.micro-batch-size", "1", "--data.seq-len", "2048")
+    found = answer("medarc_train", *words, *small)
+    assert found["change"] == {"set": 'model.quantization.type = "nf4"', "verdict": "fits"}
+    quantized = answer("medarc_train", *words, *small, "--model.quantization.type", "nf4")
+    held, packed = (each["components"][0]["parts"]["weights"] for each in (found, quantized))
+    assert (quantized["verdict"], quantized["change"]) == ("fits", None)
+    assert packed < 0.4 * held, "embeddings and head stay as they are"
+
+
 def test_short_sequences_fill_rows_of_the_same_length_on_a_cpu(rl_toml: Path, model: Path) -> None:
     def activations(*words: str) -> int:
         found = answer("medarc_train", "rl", rl_toml, "--model.name", model, "--device", "cpu", *words)

@@ -338,7 +338,7 @@ class ModelConfig(BaseModelConfig):
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
         if self.quantization is not None:
-            yield from self._quantization_faults()
+            yield from self.quantization_faults()
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
@@ -351,7 +351,8 @@ class ModelConfig(BaseModelConfig):
         if self.trust_remote_code:
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 
-    def _quantization_faults(self) -> Iterator[str]:
+    def quantization_faults(self) -> Iterator[str]:
+        """Why `quantization` does not go with the other keys."""
         if self.lora is None:
             yield "quantization stores weights that are not trained: set [model.lora], or remove it"
         elif self.lora.use_dora:

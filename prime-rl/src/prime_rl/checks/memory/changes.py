@@ -9,7 +9,14 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prime_rl.checks.memory.estimate import Component, Estimate
-from prime_rl.configs.model import ActivationCheckpointConfig, LoRAConfig, ModelConfig, division_fault, product_of
+from prime_rl.configs.model import (
+    ActivationCheckpointConfig,
+    LoRAConfig,
+    ModelConfig,
+    QuantizationConfig,
+    division_fault,
+    product_of,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -133,6 +140,8 @@ def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
 
 
 def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
+    if model.lora is not None:  # the next ones move all weights in each pass
+        yield from _quantizing(model, path)
     if not (model.optim_cpu_offload or model.fsdp_cpu_offload):
         yield _set(f"{path}.optim_cpu_offload", True)
     if not model.fsdp_cpu_offload:
@@ -140,6 +149,21 @@ def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
     if model.lora is None:
         text = f"{path}.lora.rank = 16"
         yield Change(f"{path}.lora", text, lambda run: _with(run, f"{path}.lora", LoRAConfig()))
+        yield from _quantizing(model, path)
+
+
+def _quantizing(model: ModelConfig, path: str) -> Iterator[Change]:
+    """Frozen weights in 4 bits, and adapters if there are none."""
+    quantized = model.model_copy(update={"lora": model.lora or LoRAConfig(), "quantization": _NF4})
+    if model.quantization is None and not list(quantized.quantization_faults()):
+        with_lora = "" if model.lora is not None else f"{path}.lora.rank = 16, "
+        text = f'{with_lora}{path}.quantization.type = "nf4"'
+        yield Change(f"{path}.lora", text, lambda run: _with(run, path, _quantized(run, path)))
+
+
+def _quantized(run: Variant, path: str) -> ModelConfig:
+    model: ModelConfig = run.config.model if path == "model" else run.config.trainer.model
+    return model.model_copy(update={"lora": model.lora or LoRAConfig(), "quantization": _NF4})
 
 
 def _offloading(path: str) -> Callable[[Variant], Variant]:
@@ -202,6 +226,7 @@ def _replaced(config: ModelT, path: str, value: object) -> ModelT:
 
 
 _EVERY_BLOCK = ActivationCheckpointConfig()
+_NF4 = QuantizationConfig(type="nf4")
 
 # The table, of at most 80 columns.
 

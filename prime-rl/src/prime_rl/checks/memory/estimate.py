@@ -366,7 +366,8 @@ def estimate_rl(
     )
     trained = [training]
     if trainer.critic is not None:
-        model = trainer.model.model_copy(update={"lora": trainer.critic.lora})
+        quantization = None if trainer.critic.lora is None else trainer.model.quantization
+        model = trainer.model.model_copy(update={"lora": trainer.critic.lora, "quantization": quantization})
         shape, optimizer = others[CRITIC], trainer.critic.optim.type
         trained.append(replace(training, shape=shape, model=model, optimizer=optimizer))
     room = _room(gpu, device, processes // train_nodes)
@@ -375,7 +376,8 @@ def estimate_rl(
         room -= sum(each.needed_bytes for each in of_frozen) // processes
     # The copy of the starting model for `loss.kl_coef`, in the compute dtype.
     copied = trainer.reference_source == "copy"
-    reference = {"reference": shapes[0].parameters * training.compute_bytes // training.shards} if copied else {}
+    of_copy = training.stored(shapes[0].parameters, shapes[0].blocks, training.compute_bytes) // training.shards
+    reference = {"reference": of_copy} if copied else {}
     components = [_trainer(trained, room, trainer.ckpt, reference)]
     if config.inference is not None:
         rollouts = config.orchestrator

@@ -334,8 +334,8 @@ class Training:
     def quantized_names(self, block: Tensors) -> list[str]:
         """Names of the weights of a block that are stored in 4 bits, by the rules of `trainer/model/quantized.py`."""
         lora = self.model.lora
-        if self.model.quantization is None:
-            return []
+        if self.model.quantization is None or any(len(shape) == 3 for shape in block.values()):
+            return []  # mixtures of experts are refused
         names = [name for name in block if name.endswith(".weight") and len(block[name]) == 2]
         return [name for name in names if block[name][1] % 64 == 0 and (lora is None or not _is_saved(lora, name))]
 
