@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from prime_rl.configs.ranges import LARGEST, Count, Fraction, Processes
 from prime_rl.configs.shared import BaseModelConfig
+from prime_rl.utils.images import MOST_PIXELS
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
 DEFAULT_VOCAB_CHUNK = 8192
@@ -165,7 +166,7 @@ class VisionConfig(BaseConfig):
     max_images: Count = 32
     """Largest number of images of a row of the data."""
 
-    max_pixels: Count = 50_000_000
+    max_pixels: int = Field(50_000_000, ge=1, le=MOST_PIXELS)
     """Largest number of pixels of an image as it is stored. The model's image processor makes it smaller."""
 
 

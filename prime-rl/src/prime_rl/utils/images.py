@@ -111,7 +111,8 @@ def decoded_image(content: bytes, limits: ImageLimits) -> Image:
         except UnidentifiedImageError:
             raise ImageFault(_what_it_is(content)) from None
         except Image.DecompressionBombError:
-            raise ImageFault(f"its header claims more than {limits.max_pixels:,} pixels") from None
+            most = min(limits.max_pixels, MOST_PIXELS)
+            raise ImageFault(f"its header claims more than {most:,} pixels") from None
         except Exception as error:  # a damaged header: each of Pillow's readers has errors of its own
             raise ImageFault(f"its header is damaged ({first_line(error) or type(error).__name__})") from error
         with image:
