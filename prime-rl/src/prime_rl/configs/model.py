@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from prime_rl.configs.ranges import LARGEST, Count, Fraction, Processes
+from prime_rl.configs.ranges import LARGEST, Count, Fraction, LearningRate, Processes
 from prime_rl.configs.shared import BaseModelConfig
 from prime_rl.utils.images import MOST_PIXELS
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
@@ -163,6 +163,10 @@ class LoRAConfig(BaseConfig):
 class VisionConfig(BaseConfig):
     """Trains on the images of the data too, with the whole class of the checkpoint."""
 
+    tower_lr: LearningRate | None = None
+    """Learning rate of the vision tower and of what joins it to the language model. The schedule scales it as it does
+    `optim.lr`. None leaves them as they are."""
+
     max_images: Count = 32
     """Largest number of images of a row of the data."""
 
@@ -273,8 +277,8 @@ class ModelConfig(BaseModelConfig):
     checkpoint. Only the language model is trained either way."""
 
     vision: VisionConfig | None = None
-    """SFT: train on the images of the data with the vision tower of the checkpoint, which stays as it is. None reads
-    text alone, and loads no tower."""
+    """SFT: train on the images of the data, with the vision tower of the checkpoint. None reads text alone, without
+    loading a tower."""
 
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""
@@ -347,6 +351,8 @@ class ModelConfig(BaseModelConfig):
         for name in ("cp", "tp", "ep"):
             if (size := getattr(self, name)) > 1:
                 yield f"with {name} = {size}: rows with images are not divided among processes: remove one"
+        if self.vision is not None and self.vision.tower_lr is not None and self.lora is not None:
+            yield "tower_lr with lora, which trains adapters alone: remove one"
         if self.language_model_only:
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
         if self.trust_remote_code:

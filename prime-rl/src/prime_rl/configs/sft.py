@@ -430,6 +430,8 @@ class SFTConfig(LaunchedConfig):
     def _vision_faults(self) -> Iterator[str]:
         if self.distillation is not None:
             yield "with [distillation]: a teacher reads text alone: remove one"
+        if self.optim.type == "muon" and self.model.vision is not None and self.model.vision.tower_lr is not None:
+            yield "with tower_lr and optim.type = 'muon', which makes all updates equally large: remove tower_lr"
         if self.tokenizer.add_tokens:
             yield "with tokenizer.add_tokens is not supported yet: remove one"
         if not isinstance(self.data, SFTDataConfig):

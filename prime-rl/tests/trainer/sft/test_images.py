@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from prime_rl.checks.model_description import VISION_FAMILIES
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.configs.trainer import AdamWConfig, ModelConfig, TokenizerConfig
 from prime_rl.run.contact_sheet import read_contact_sheet
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.weights import save_adapter
@@ -28,6 +28,7 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.images import setup_images
 from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.optim.optimizer import _groups
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.packer import lay_out, setup_rows
 from prime_rl.trainer.sft.data.samples import SampleMaker
@@ -41,6 +42,7 @@ from ...utils.test_images import BROKEN_FILES
 from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
 from .images_of_two_processes import gradient_of
 
+LANGUAGE = ("lm_head", "model.language_model", "model.text_model")
 SCRIPT = Path(__file__).with_name("images_of_two_processes.py")
 
 
@@ -57,7 +59,7 @@ def test_packed_rows_with_images_have_the_loss_and_gradients_of_transformers(
     file = save_rows(tmp_path / "data")
     ids, theirs, loss_of = reference(family, start, file)
 
-    config = ModelConfig(name=str(start), attn="sdpa", seq_len=256, vision={})
+    config = ModelConfig(name=str(start), attn="sdpa", seq_len=256, vision={"tower_lr": 1e-3})
     data = SFTDataConfig(name=str(file), shuffle=False, seq_len=256, batch_size=2, pack_function="best_fit")
     tokenizer = setup_tokenizer(TokenizerConfig(name=str(start)), config)
     images = setup_images(config, tokenizer)
@@ -80,13 +82,17 @@ def test_packed_rows_with_images_have_the_loss_and_gradients_of_transformers(
     ours = forward_backward(model, packed, CrossEntropy(images=images), [total], mesh)["loss"]
     assert ours == pytest.approx(float(expected.detach()) / total, abs=1e-5)
     of_theirs = dict(theirs.named_parameters())
-    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, gradient in trained.items():
-        torch.testing.assert_close(full_tensor(gradient), of_theirs[name].grad, rtol=1e-4, atol=1e-5)
-    of_language = {
-        name for name in of_theirs if name.startswith(("lm_head", "model.language_model", "model.text_model"))
-    }
-    assert trained.keys() == of_language, "the tower is frozen"
+    for name, parameter in model.named_parameters():
+        # A weight that images do not reach, as of a later layer of the tower, has a gradient of zeros.
+        wanted = torch.zeros_like(of_theirs[name]) if of_theirs[name].grad is None else of_theirs[name].grad
+        torch.testing.assert_close(full_tensor(parameter.grad), wanted, rtol=1e-4, atol=1e-5)
+    tower = {name for name in of_theirs if not name.startswith(LANGUAGE)}
+    assert sum(float(of_theirs[name].grad.norm()) > 1e-3 for name in tower if of_theirs[name].grad is not None) > 10
+    groups = _groups(AdamWConfig(lr=1e-2), model)
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [
+        (len(of_theirs) - len(tower), 1e-2),
+        (len(tower), 1e-3),
+    ]
 
 
 def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -183,7 +189,7 @@ def test_two_processes_of_which_one_has_images_have_the_gradient_of_one(
     start, results, file = tmp_path / "start", tmp_path / "results.pt", save_rows(tmp_path / "data")
     save_checkpoint("qwen3_vl", start, tiny_model_dir)
     base = {"name": str(start), "attn": "sdpa", "seq_len": 256, "vision": {}}
-    settings = [base, {**base, "lora": {"rank": 4}}]
+    settings = [base, {**base, "lora": {"rank": 4}}, {**base, "vision": {"tower_lr": 1e-3}}]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *torchrun, SCRIPT, results, file, *map(json.dumps, settings)]
     done = subprocess.run(

@@ -15,6 +15,7 @@ from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.shapes import ModelShape, count
 from prime_rl.checks.memory.training import (
     BYTES,
+    STATES,
     Device,
     Training,
     copied_state,
@@ -301,8 +302,9 @@ def estimate_sft(
         size = frozen[config.distillation.teacher].parameters
         beside = {"teacher": size * training.compute_bytes // training.shards}
     if config.model.vision is not None:
-        # All of it is gathered in each process while a row is computed.
-        shards = 0 if training.keeps_gathered else shape.tower * training.master_bytes // training.shards
+        # All of it is gathered in each process while a row is computed. A trained one has gradients and states.
+        copies = 1 if config.model.vision.tower_lr is None else 2 + STATES[config.optim.type]
+        shards = copies * shape.tower * training.master_bytes // training.shards
         beside = {"tower": shards + shape.tower * training.compute_bytes}
     trainer = _trainer([training], room, config.ckpt, beside)
     trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config)])

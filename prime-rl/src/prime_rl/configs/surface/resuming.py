@@ -47,6 +47,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "*.model.lora.dropout"),
     _rule("refused", "the optimizer would have other groups", "*.model.lora.loraplus_lr_ratio"),
     _rule("refused", "the checkpoint holds another class of the model", "*.model.vision"),
+    _rule("refused", "the optimizer would have other groups", "*.model.vision.tower_lr"),
     _rule("applied", "", "*.model.vision.max_images", "*.model.vision.max_pixels"),
     _rule("none", "the weights are those of the checkpoint", "*.model.adapter", "*.model.lora.path"),
     _rule("refused", "the adapter was trained on other weights", "*.model.quantization"),

@@ -336,7 +336,7 @@ def setup_model(
     # Without values, which come after sharding: no process ever holds the whole model.
     model = _build_blank(kind, model_config, options)
     if config.vision is not None:
-        attach_vision(model, _processor_files(config.name))
+        attach_vision(model, _processor_files(config.name), config.vision.tower_lr)
     if is_scored and not has_score(model):
         raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
     weights: Callable[[PreTrainedModel, Mapping[str, Stored]], None]

@@ -27,13 +27,17 @@ class Vision:
     family: Family
     files: Mapping[str, bytes]
     """The files of the checkpoint's processor, for exports."""
+    tower_lr: float | None = None
+    """The learning rate of all but the language model; None if that is all that is trained."""
 
 
-def attach_vision(model: PreTrainedModel, files: Mapping[str, bytes]) -> None:
-    """Have `model`, the whole class of a checkpoint, run on images, and freeze all but its language model."""
-    setattr(model, _ATTRIBUTE, Vision(FAMILIES[model.config.model_type], files))
-    model.base_model.requires_grad_(False)
-    language_model(model).requires_grad_(True)
+def attach_vision(model: PreTrainedModel, files: Mapping[str, bytes], tower_lr: float | None) -> None:
+    """Have `model`, the whole class of a checkpoint, run on images. Without `tower_lr`, freeze all but its language
+    model."""
+    setattr(model, _ATTRIBUTE, Vision(FAMILIES[model.config.model_type], files, tower_lr))
+    if tower_lr is None:
+        model.base_model.requires_grad_(False)
+        language_model(model).requires_grad_(True)
 
 
 def vision_of(model: nn.Module) -> Vision | None:
@@ -45,6 +49,16 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The module that holds embeddings and decoder blocks."""
     base = cast("PreTrainedModel", model.base_model)
     return base if vision_of(model) is None else base.get_decoder()
+
+
+def tower_parameters(model: nn.Module) -> tuple[float, list[nn.Parameter]]:
+    """The learning rate of a vision tower that is trained, and its parameters; none of a model without one."""
+    vision = vision_of(model)
+    if vision is None or vision.tower_lr is None:
+        return 0.0, []
+    others = {id(parameter) for parameter in language_model(cast("PreTrainedModel", model)).parameters()}
+    of_base = cast("PreTrainedModel", model).base_model.parameters()
+    return vision.tower_lr, [parameter for parameter in of_base if id(parameter) not in others]
 
 
 def trainable_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -80,6 +94,9 @@ def run_vision(model: PreTrainedModel, inputs: Mapping[str, Any], arranged: Arra
         rope = positions_RW.expand(3, -1, -1) if rope is None else rope
         # The first are not rotated by: they tell sequences apart.
         others["position_ids"] = torch.cat((positions_RW[None], rope))
+    if (tower := tower_parameters(model)[1]) and torch.is_grad_enabled():
+        # Processes reduce the gradients of the same weights, also if one has a row without images.
+        embeddings = embeddings + 0.0 * torch.stack([parameter.flatten()[0] for parameter in tower]).sum()
     if arranged.images is not None and feature_RW is not None and is_image_RW is not None:
         features_FH, deep = _features(model, arranged.images, embeddings)
         places = feature_RW[is_image_RW] - 1
@@ -112,7 +129,7 @@ def _features(model: PreTrainedModel, images: RowImages, like: Tensor) -> tuple[
     """The features of all images [F, H], and those that further layers add (DeepStack)."""
     inputs = {name: to_device(torch.from_numpy(value), like.device) for name, value in images.inputs.items()}
     inputs["pixel_values"] = inputs["pixel_values"].to(like.dtype)
-    with torch.no_grad():
+    with torch.set_grad_enabled(torch.is_grad_enabled() and bool(tower_parameters(model)[1])):
         found = cast("Any", model.base_model).get_image_features(**inputs, return_dict=True)
     features = _flat(found.pooler_output, like)
     assert len(features) == images.features, "the text has been written for as many"

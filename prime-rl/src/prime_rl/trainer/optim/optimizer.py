@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.model.lora import loraplus_parameters
+from prime_rl.trainer.model.vision import tower_parameters
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport.loading import full_tensor, index_of, local
@@ -308,12 +309,15 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
 
 def _groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters. Those of LoRA+ that have a higher rate are a group of their own, the last one."""
+    """The trainable parameters. Those of LoRA+ or of a vision tower that have another rate are a group of their own,
+    the last one."""
     ratio, fast = loraplus_parameters(model)
+    other_rate, of_tower = tower_parameters(model)
+    others = fast.union(of_tower)
     groups: list[dict[str, Any]] = []
-    for rate, is_fast in ((config.lr, False), (config.lr * ratio, True)):
+    for rate, is_other in ((config.lr, False), (other_rate if of_tower else config.lr * ratio, True)):
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        if parameters := [parameter for parameter in trained if (parameter in fast) is is_fast]:
+        if parameters := [parameter for parameter in trained if (parameter in others) is is_other]:
             groups.append({"params": parameters, "lr": rate})
     return groups
 
