@@ -61,6 +61,8 @@ class QuantizedLinear(nn.Linear):
     mean_of_scales: Tensor
     scale_levels: Tensor
     """The 256 numbers that a byte of the scales stands for."""
+    levels: str
+    """bitsandbytes' name of the 16 levels."""
     is_double: bool
 
     @classmethod
@@ -71,7 +73,7 @@ class QuantizedLinear(nn.Linear):
         del linear.weight
         linear.__class__ = cls
         made = cast("QuantizedLinear", linear)
-        made.is_double = config.double
+        made.levels, made.is_double = config.type, config.double
 
         def stored(width: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, dtype=torch.uint8, device=device), requires_grad=False)
@@ -103,9 +105,9 @@ class QuantizedLinear(nn.Linear):
         shape = torch.Size((self.out_features, self.in_features))
         if not self.is_double:
             of_blocks = scales.view(torch.float32).flatten()
-            return state(of_blocks, shape, None, BLOCK, "nf4", dtype)
+            return state(of_blocks, shape, None, BLOCK, self.levels, dtype)
         of_scales = state(self.scales_of_scales, code=self.scale_levels, blocksize=_SCALES_BLOCK, dtype=torch.float32)
-        return state(scales.flatten(), shape, None, BLOCK, "nf4", dtype, self.mean_of_scales, of_scales)
+        return state(scales.flatten(), shape, None, BLOCK, self.levels, dtype, self.mean_of_scales, of_scales)
 
 
 class Quantizing:
@@ -142,7 +144,9 @@ class Quantizing:
         for start in range(rows.start, rows.stop, step):
             at = slice(start, min(start + step, rows.stop))
             part = values[at.start - rows.start : at.stop - rows.start].to(device)
-            packed, state = _bitsandbytes().functional.quantize_4bit(part, blocksize=BLOCK, quant_type="nf4")
+            packed, state = _bitsandbytes().functional.quantize_4bit(
+                part, blocksize=BLOCK, quant_type=self.layer.levels
+            )
             put(self.layer.packed, (at, slice(0, self.shape[1] // 2)), packed.view(len(part), -1))
             put(self._scales, (at, slice(0, self.shape[1] // BLOCK)), state.absmax.view(len(part), -1))
             error = _bitsandbytes().functional.dequantize_4bit(packed, state).float().sub_(part)
