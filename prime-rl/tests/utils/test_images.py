@@ -312,7 +312,10 @@ def test_dicom_is_shown_as_the_file_says(tmp_path: Path) -> None:
 
 
 def test_a_broken_dicom_is_one_line_without_a_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     whole = dicom(STORED)
     broken = {
@@ -328,10 +331,12 @@ def test_a_broken_dicom_is_one_line_without_a_name(
             dicom(STORED, syntax="1.2.840.10008.1.2.4.70", PixelData=b"\xfe\xff\x00\xe0"),
             "with JPEG Lossless",
         ),
+        "syntax": (whole.replace(b"10008.1.2.1\0", b"1\xff008.1.2.1\0"), "is compressed with an unknown method"),
         "deflated": (dicom(STORED, syntax="1.2.840.10008.1.2.1.99"), "its DICOM is deflated"),
         "window": (dicom(STORED, WindowCenter="40", WindowWidth="0"), "has a window without a width"),
         "values": (whole.replace(b"7654321", b"76\xff\x1b[2J"), ""),
     }
+    recwarn.clear()
     for name, (content, expected) in broken.items():
         (tmp_path / name).write_bytes(content)
         if not expected:
@@ -341,6 +346,7 @@ def test_a_broken_dicom_is_one_line_without_a_name(
             read_image(name, tmp_path, LIMITS)
         assert expected in str(caught.value), name
         assert "Secret" not in str(caught.value)
+    assert not recwarn.list
     shown = "".join([*capfd.readouterr(), caplog.text])
     assert "Secret" not in shown
     assert "7654321" not in shown

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,9 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("pydicom")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.disabled = was_disabled
 
