@@ -1,13 +1,13 @@
 """The trainer's loss and gradients on a packed row against Transformers: kernels of attention, compiled, offloaded.
 
-With LoRA, against PEFT: the gradients of the adapters. With NF4 too, against PEFT on bitsandbytes, if it is installed.
+With LoRA, against PEFT: the gradients of the adapters. With NF4 too, against PEFT on bitsandbytes, where
+that runs.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,6 +18,7 @@ from shapes import SHAPES, config_dir
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.checks.model_files import no_quantization
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.kernels.attention import FLEX, VARLEN
 from prime_rl.trainer.model.build import setup_model
@@ -89,7 +90,7 @@ def cases(device: str, dtype: str) -> list[tuple[str, str | None, dict[str, Any]
 def lora_cases(device: str) -> dict[str, dict[str, Any]]:
     """Keys of `[model]` beside those of the adapters, by name."""
     cases: dict[str, dict[str, Any]] = {"LoRA": {}, "LoRA, activation checkpointing": {"ac": {}}}
-    if find_spec("bitsandbytes") is None:
+    if no_quantization():
         return cases
     cases |= {"NF4": NF4, "NF4, activation checkpointing": NF4 | {"ac": {}}}
     cases["NF4, float32 scales"] = {"quantization": {"type": "nf4", "double": False}}

@@ -102,10 +102,14 @@ def main() -> int:
     args = parser.parse_args()
     # Before torch is loaded.
     os.environ.setdefault("OMP_NUM_THREADS", "2")
+    from prime_rl.checks.model_files import no_quantization
+
     cases = [
         case
         for case in grid()
-        if any(text in case.name for text in args.only) and (args.device == "cpu" or case.as_on_gpu)
+        if any(text in case.name for text in args.only)
+        and (args.device == "cpu" or case.as_on_gpu)
+        and not ("quantization" in case.settings and no_quantization())
     ]
     print("| case | kernels | rest, estimated | measured | all, estimated | measured (MB) | error |")
     print("|---|---|---|---|---|---|---|", flush=True)

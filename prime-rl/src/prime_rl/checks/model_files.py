@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,19 @@ def adapter_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens
 
 
 def quantization_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
-    """That the package for quantized weights is not installed. `key` is that of the model."""
-    if model.quantization is not None and start.has_our_packages and find_spec("bitsandbytes") is None:
-        install = "`uv sync --inexact --extra quantization`"
-        yield NotInstalled(f"{key}.quantization needs the package bitsandbytes: install it with {install}")
+    """That packages for quantized weights are not installed. `key` is that of the model."""
+    if model.quantization is not None and start.has_our_packages and (fault := no_quantization()):
+        yield NotInstalled(f"{key}.quantization needs {fault}")
+
+
+def no_quantization() -> str | None:
+    """What quantized weights need and this installation lacks; None if nothing."""
+    if find_spec("bitsandbytes") is None:
+        return "the package bitsandbytes: install it with `uv sync --inexact --extra quantization`"
+    installed = version("torch")
+    if tuple(map(int, installed.split(".")[:2])) < (2, 13):
+        return f"torch 2.13: FSDP of torch {installed}, which is installed, cannot shard whole numbers"
+    return None
 
 
 def _more_embeddings(model: ModelConfig, path: Path, start: StartDir) -> str | None:
