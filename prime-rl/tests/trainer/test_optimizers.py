@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import (
+    AdamW8bitConfig,
     AdamWConfig,
     ConstantSchedulerConfig,
     LinearSchedulerConfig,
@@ -47,6 +48,7 @@ OPTIMIZERS = [
     pytest.param(SGDConfig(lr=1e-2, weight_decay=0.1), id="sgd"),
     pytest.param(MuonConfig(lr=1e-2, weight_decay=0.1), id="muon"),
 ]
+EIGHT_BIT = pytest.param(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), id="adamw8bit")
 
 
 class Net(nn.Module):
@@ -93,6 +95,37 @@ def test_adamw_follows_its_formula() -> None:
         step = (mean / (1 - 0.8**update)) / ((square / (1 - 0.9**update)).sqrt() + 1e-8)
         expected = expected * (1 - 1e-2 * 0.1) - 1e-2 * step
     torch.testing.assert_close(updated(config)["wide.weight"].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_8_bit_adamw_is_that_of_bitsandbytes() -> None:
+    """Bit by bit, where rows are whole blocks of 256; otherwise as if they were filled up with zeros."""
+    bnb = pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    torch.manual_seed(0)
+    shapes = [(20, 512), (3, 8, 256), (4096,), (512, 4), (3, 100), (20, 300)]
+    net = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+    filled = [nn.functional.pad(parameter, (0, 212 if parameter.shape[-1] == 300 else 0)) for parameter in net]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in filled]
+    optimizer = setup_optimizer(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), net)
+    # bitsandbytes quantizes vectors and narrow matrices too.
+    small = [parameter for parameter in theirs if parameter.ndim == 1 or parameter.shape[-1] < 256]
+    large = [parameter for parameter in theirs if parameter.ndim > 1 and parameter.shape[-1] >= 256]
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    references = (bnb.optim.AdamW8bit(large, **options), bnb.optim.AdamW32bit(small, **options))
+    for _ in range(5):
+        for own, other in zip(net, theirs, strict=True):
+            own.grad = torch.randn_like(own)
+            other.grad = nn.functional.pad(own.grad, (0, other.shape[-1] - own.shape[-1]))
+        for each in (optimizer, *references):
+            each.step()
+    for own, other in zip(net, theirs, strict=True):
+        assert torch.equal(own, other[..., : own.shape[-1]])
+    bytes_each = [sum(each.nbytes for each in large_states_of(optimizer, each)) / each.numel() for each in net]
+    assert bytes_each[:2] == [2 + 8 / 256] * 2
+    assert bytes_each[2:5] == [8] * 3
+
+
+def large_states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    return [state for name, state in optimizer.state[parameter].items() if name != "step"]
 
 
 def test_sgd_follows_its_formula() -> None:
@@ -193,7 +226,7 @@ def test_states_on_the_host_give_bit_identical_results(config: OptimizerConfig, 
     assert all(torch.equal(parameter, expected[name]) for name, parameter in net.named_parameters())
 
 
-@pytest.mark.parametrize("config", OPTIMIZERS)
+@pytest.mark.parametrize("config", [*OPTIMIZERS, EIGHT_BIT])
 def test_a_checkpoint_before_the_first_update_changes_no_update(config: OptimizerConfig) -> None:
     """PPO's critic is trained, and checkpoints are saved, before the policy's first update."""
 
@@ -205,6 +238,8 @@ def test_a_checkpoint_before_the_first_update_changes_no_update(config: Optimize
             cast("PreTrainedModel", net), optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 4)
         )
 
+    if config.type == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     plain, saved, resumed = start(), start(), start()
     resumed.restore(copy.deepcopy(saved.tensors()), None)
     for each in (plain, saved, resumed):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_STATES = {"adamw": 2, "muon": 2, "sgd": 1}
+_STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _HEADER_LIMIT = 2**28
 _ADVICE = "set ckpt.keep_last, a larger ckpt.interval or another output_dir"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.checks.start_dir import NotInstalled, StartDir, looks_like_path
+from prime_rl.configs.optim import OptimizerConfig
 from prime_rl.configs.rollouts.environments import EXTERNAL, ROW_FILES, EnvConfig
 from prime_rl.configs.shared import MonitorConfig
 from prime_rl.configs.storage import is_on_s3
@@ -27,6 +28,15 @@ from prime_rl.utils.imports import module_and_name
 from prime_rl.utils.pydantic_config import ConfigError
 from prime_rl.utils.rows import kind_of
 from prime_rl.utils.terminal import tell
+
+
+def optimizer_fault(key: str, optimizer: OptimizerConfig, start: StartDir) -> str | None:
+    """That the package of an optimizer is not installed."""
+    if optimizer.type != "adamw8bit" or not start.has_our_packages or importlib.util.find_spec("bitsandbytes"):
+        return None
+    advice = "install it with `uv sync --inexact --extra quantization`"
+    return NotInstalled(f"{key}.type = {optimizer.type!r} needs the package bitsandbytes: {advice}")
+
 
 # Arguments of built-in environments.
 

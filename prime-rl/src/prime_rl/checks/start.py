@@ -376,9 +376,13 @@ _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
 
 def _run_faults(output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir) -> Iterator[str]:
     """Faults of the run's directory and the machine that stop either trainer."""
-    from prime_rl.checks.packages import monitor_faults
+    from prime_rl.checks.packages import monitor_faults, optimizer_fault
 
     yield from monitor_faults(trainer.monitor, start)
+    critic = getattr(trainer, "critic", None)
+    for key, optim in (("optim", trainer.optim), ("critic.optim", None if critic is None else critic.optim)):
+        if optim is not None and (fault := optimizer_fault(key, optim, start)):
+            yield fault
     yield from _output_faults(output_dir, start)
     yield from latest_step_faults(trainer.ckpt, trainer.max_steps, RunPaths(start.find(output_dir)))
     if trainer.memory_profiler_path is not None and start.is_here and not gpus_here():

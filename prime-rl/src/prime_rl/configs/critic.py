@@ -86,12 +86,7 @@ def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]
         yield "loss.adv_tau = 0 leaves out the advantages of [critic]: set it above 0, or remove [critic]"
     faults = [
         *schedule_faults(critic.scheduler, trainer.max_steps),
-        *optimizer_faults(
-            critic.optim,
-            critic.scheduler,
-            is_offloaded=trainer.model.fsdp_cpu_offload,
-            lr_ratio=1.0 if critic.lora is None else critic.lora.loraplus_lr_ratio,
-        ),
+        *optimizer_faults(critic.optim, critic.scheduler, trainer.model, critic.lora),
     ]
     if critic.lora is not None and critic.lora.use_dora and trainer.model.tp > 1:
         faults.append(f"lora.use_dora needs whole rows of each layer: remove model.tp = {trainer.model.tp}")

@@ -2,11 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.model import LoRAConfig, ModelConfig
 from prime_rl.configs.ranges import Decay, Fraction, LearningRate, WholeNumber
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive
 
@@ -153,6 +154,19 @@ class AdamWConfig(BaseOptimizerConfig):
     """Decay of the second moment."""
 
 
+class AdamW8bitConfig(BaseOptimizerConfig):
+    """AdamW with moments of 8 bits for large matrices (bitsandbytes), and of 32 bits for the rest."""
+
+    type: Literal["adamw8bit"] = "adamw8bit"
+    """AdamW with moments of 8 bits."""
+
+    betas1: Decay = 0.9
+    """Decay of the first moment."""
+
+    betas2: Decay = 0.999
+    """Decay of the second moment."""
+
+
 class MuonConfig(BaseOptimizerConfig):
     """Muon for matrices; AdamW for embeddings, head and vectors. Muon's updates are about as large as AdamW's."""
 
@@ -169,20 +183,39 @@ class MuonConfig(BaseOptimizerConfig):
     """AdamW's decay of the second moment."""
 
 
-OptimizerConfig = Annotated[SGDConfig | AdamWConfig | MuonConfig, Field(discriminator="type")]
+OptimizerConfig = Annotated[SGDConfig | AdamWConfig | AdamW8bitConfig | MuonConfig, Field(discriminator="type")]
+
+QUANTIZED_BLOCK = 256
+"""Neighbouring values of a moment that share a scale, in bitsandbytes' optimizers."""
+_SMALLEST_QUANTIZED = 4096
+
+
+def quantized_columns(shape: Sequence[int]) -> int | None:
+    """Columns of the 8-bit moments of a parameter, filled up to whole blocks; None if its moments have 32 bits.
+
+    Blocks lie within rows, so that every division of the rows among processes has the same ones. Small tensors, as in
+    bitsandbytes, and those with short rows, such as B of an adapter, have 32 bits.
+    """
+    if len(shape) < 2 or shape[-1] < QUANTIZED_BLOCK or math.prod(shape) < _SMALLEST_QUANTIZED:
+        return None
+    return -(-shape[-1] // QUANTIZED_BLOCK) * QUANTIZED_BLOCK
 
 
 def optimizer_faults(
-    optim: OptimizerConfig, scheduler: SchedulerConfig, *, is_offloaded: bool, lr_ratio: float = 1.0
+    optim: OptimizerConfig, scheduler: SchedulerConfig, model: ModelConfig, lora: LoRAConfig | None
 ) -> Iterator[str]:
-    """Why an optimizer does not fit its schedule, or the model.
-
-    `is_offloaded`: weights are in host memory (`model.fsdp_cpu_offload`). `lr_ratio` is that of LoRA+.
-    """
+    """Why an optimizer does not fit its schedule, or the model with the adapters `lora`."""
+    lr_ratio = 1.0 if lora is None else lora.loraplus_lr_ratio
     rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:
         yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
-    if optim.type == "muon" and is_offloaded:
+    if optim.type == "adamw8bit":
+        for key in ("optim_cpu_offload", "fsdp_cpu_offload"):
+            if getattr(model, key):
+                yield f"optim.type = 'adamw8bit' keeps its small states on the GPU: remove model.{key}"
+        if model.tp > 1:
+            yield f"optim.type = 'adamw8bit' needs whole rows of each weight: remove model.tp ({model.tp})"
+    if optim.type == "muon" and model.fsdp_cpu_offload:
         yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
     if optim.type == "muon" and lr_ratio != 1:
         yield f"optim.type = 'muon' makes all updates equally large: remove lora.loraplus_lr_ratio ({lr_ratio:g})"

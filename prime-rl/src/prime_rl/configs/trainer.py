@@ -33,6 +33,7 @@ from prime_rl.configs.model import (
     TokenizerConfig,
 )
 from prime_rl.configs.optim import (
+    AdamW8bitConfig,
     AdamWConfig,
     BaseOptimizerConfig,
     ConstantSchedulerConfig,
@@ -72,6 +73,7 @@ from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, ra
 __all__ = [
     "ActivationCheckpointConfig",
     "ActivationOffloadingConfig",
+    "AdamW8bitConfig",
     "AdamWConfig",
     "BaseOptimizerConfig",
     "BaseWeightBroadcastConfig",
@@ -274,12 +276,7 @@ def training_faults(config: Any) -> Iterator[str]:
             "model.lora.path"
         )
     yield from _step_faults(config)
-    yield from optimizer_faults(
-        config.optim,
-        config.scheduler,
-        is_offloaded=config.model.fsdp_cpu_offload,
-        lr_ratio=1.0 if config.model.lora is None else config.model.lora.loraplus_lr_ratio,
-    )
+    yield from optimizer_faults(config.optim, config.scheduler, config.model, config.model.lora)
     if config.memory_profiler_path is not None and config.device == "cpu":
         yield NO_MEMORY_PROFILE
 

@@ -6,7 +6,7 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,6 +14,7 @@ from typing import Literal
 
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
 from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, matches
+from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
 # that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
@@ -248,7 +249,7 @@ Parts = dict[str, int]
 """Bytes by purpose."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = {"adamw": 2, "muon": 2, "sgd": 1}
+STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _OFFLOAD_SLICE_BYTES = 2**30
 _LIBRARIES_BYTES = 510 * 2**20
@@ -345,6 +346,10 @@ class Training:
 
     @property
     def states(self) -> int:
+        if self.optimizer == "adamw8bit":
+            # Of adapters, at most as much as with 32 bits.
+            shapes = self.shape.tensors.values() if self.model.lora is None else [(self.trained,)]
+            return sum(map(_quantized_states, shapes)) // self.shards
         return self.gradients * STATES[self.optimizer]
 
     @cached_property
@@ -559,6 +564,14 @@ def _in_update(training: Training) -> Parts:
         piece = min(max(_OFFLOAD_SLICE_BYTES, largest), training.gradients)
         parts["optimizer"] = piece * STATES[training.optimizer]
     return {**parts, "activations": 0, "logits": 0, "buffers": buffers}
+
+
+def _quantized_states(shape: Sequence[int]) -> int:
+    """Bytes of both moments of a parameter in 8-bit AdamW, and of their scales."""
+    columns = quantized_columns(shape)
+    if columns is None:
+        return 2 * _FLOAT32 * prod(shape)
+    return 2 * prod(shape[:-1]) * (columns + _FLOAT32 * (columns // QUANTIZED_BLOCK))
 
 
 def _adapters(block: Tensors, lora: LoRAConfig) -> int:

@@ -307,7 +307,9 @@ def _is_moment(name: str, value: object) -> bool:
 @torch.no_grad()
 def _norm(tensors: list[Any]) -> float:
     """Euclidean norm of all elements that this process holds."""
-    parts = [torch.linalg.vector_norm(_local(tensor), dtype=torch.float64).item() for tensor in tensors]
+    own = (_local(tensor) for tensor in tensors)
+    floats = (each if each.is_floating_point() else each.float() for each in own)  # 8-bit states are whole numbers
+    parts = [torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in floats]
     return sum(part**2 for part in parts) ** 0.5
 
 

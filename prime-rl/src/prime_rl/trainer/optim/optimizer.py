@@ -1,4 +1,4 @@
-"""Optimizers (AdamW, SGD, Muon) and gradient clipping, on this process's shards.
+"""Optimizers (AdamW, also in 8 bits, SGD, Muon) and gradient clipping, on this process's shards.
 
 The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
 through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 
-from prime_rl.configs.trainer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
+from prime_rl.configs.trainer import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.model.lora import loraplus_parameters
 from prime_rl.trainer.model.vision import tower_parameters
 from prime_rl.trainer.process.host_memory import keep_freed_memory
@@ -186,6 +187,82 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(list(map(local, tensors)), factor)
 
 
+class AdamW8bit(Optimizer):
+    """AdamW with bitsandbytes' kernels, on shards: large matrices have moments of 8 bits (Dettmers et al., 2022).
+
+    Each row is filled up to whole blocks, which have a scale each. The moments [..., rows, columns] and their scales
+    [..., rows, blocks] are sharded like the parameter, so that a checkpoint fits any number of processes.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig) -> None:
+        from bitsandbytes import functional
+
+        betas = (config.betas1, config.betas2)
+        super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay})
+        self._kernels = functional
+        self._codes = [functional.create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no update here needs the loss again
+        """Apply the gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, columns = self.state[parameter], quantized_columns(parameter.shape)
+        if not state:
+            state |= _moments(parameter, columns)
+        state["step"] += 1
+        p, g, first, second = (local(each) for each in (parameter, gradient, state["state1"], state["state2"]))
+        if not p.numel():
+            return
+        (beta1, beta2), eps, lr, decay = (group[key] for key in ("betas", "eps", "lr", "weight_decay"))
+        step = int(state["step"])
+        if columns is None:
+            self._kernels.optimizer_update_32bit(
+                "adam", g.contiguous(), p, first, beta1, eps, step, lr, second, beta2, weight_decay=decay
+            )
+            return
+        missing = columns - p.shape[-1]
+        padded, g = (nn.functional.pad(each, (0, missing)) if missing else each.contiguous() for each in (p, g))
+        scales = (local(state[name]).view(-1) for name in ("absmax1", "absmax2"))
+        self._codes = [code.to(p.device) for code in self._codes]
+        self._kernels.optimizer_update_8bit_blockwise(
+            "adam", g, padded, first, second, beta1, beta2, 0.0, 0.0, eps, step, lr, *self._codes, *scales, decay
+        )
+        if padded is not p:
+            p.copy_(padded[..., : p.shape[-1]])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states in their own dtypes; PyTorch would turn them into that of the parameter."""
+        super().load_state_dict({**state_dict, "state": {}})
+        ids = [each for group in state_dict["param_groups"] for each in group["params"]]
+        own = [each for group in self.param_groups for each in group["params"]]
+        for parameter_id, parameter in zip(ids, own, strict=True):
+            for name, value in state_dict["state"].get(parameter_id, {}).items():
+                device = value.device if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(device, copy=True)
+
+
+def _moments(parameter: nn.Parameter, columns: int | None) -> dict[str, Tensor]:
+    """Moments of zero for `parameter`, of 8 bits if they have `columns`."""
+    made: dict[str, Tensor] = {"step": torch.zeros(())}
+    if columns is None:
+        return made | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
+    own, blocks = local(parameter), columns // QUANTIZED_BLOCK
+    for number in "12":
+        for name, last, dtype in (("state", columns, torch.uint8), ("absmax", blocks, torch.float32)):
+            value = own.new_zeros((*own.shape[:-1], last), dtype=dtype)
+            if isinstance(parameter, DTensor):
+                whole = torch.empty((*parameter.shape[:-1], last), device="meta")
+                mesh, placements = parameter.device_mesh, parameter.placements
+                value = DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
+            made[name + number] = value
+    return made
+
+
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients with a steep slope at zero. Five iterations bring singular values to between about 0.7 and 1.2."""
 _ITERATIONS = 5
@@ -333,6 +410,8 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
                 weight_decay=config.weight_decay,
                 fused=True,
             )
+        case AdamW8bitConfig():
+            return AdamW8bit(_groups(config, model), config)
         case SGDConfig():
             return torch.optim.SGD(
                 _groups(config, model),
