@@ -4,6 +4,7 @@ Arguments: a directory with models, and JSON of the sizes of meshes by model and
 there: each model's SFT loss, gradient and fingerprint of frozen weights, on the same rows: where every process computes
 all of them, and where meshes divide rows, tokens, layers and experts. A model whose name ends in "adapter" gets a new
 adapter. One in "replayed" is routed to drawn experts. With "dropout", all processes draw the same random numbers.
+"balanced" adds the load-balancing loss.
 """
 
 from __future__ import annotations
@@ -75,13 +76,16 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
             if name.endswith("lora.B"):
                 put_own(parameter, torch.empty(parameter.shape).normal_(0, 0.05, generator=drawn))
     losses = []
-    for row in rows:
+    if config.name.endswith("balanced"):
+        # The load-balancing loss is a mean over rows.
+        losses.append(forward_backward(model, rows, CrossEntropy(), [trained_tokens], mesh)["loss"])
+    for row in rows if not losses else ():
         # Of its samples: processes that train on other rows draw for them what one process with all rows does.
         torch.manual_seed(len(row.input_ids))
         routes = drawn_routes(len(row.input_ids)) if config.name.endswith("replayed") else None
         with replaying(model, routes):
             losses.append(forward_backward(model, [row], CrossEntropy(), [trained_tokens], mesh)["loss"])
-    if mesh.tensor_axis is not None:
+    if mesh.tensor_axis is not None and "dropout" in config.name:
         states = [torch.empty_like(torch.get_rng_state()) for _ in range(mesh.tensor_axis.sharing.size())]
         dist.all_gather(states, torch.get_rng_state(), group=mesh.tensor_axis.sharing.get_group())
         assert all(torch.equal(state, states[0]) for state in states), "the next masks would differ"
@@ -106,6 +110,8 @@ def main(directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> No
         lora = LoRAConfig(rank=4, alpha=8, dropout=dropout, target_modules=["all-linear", "experts"])
         lora = lora if of_model.endswith("adapter") else None
         model = ModelConfig(name=str(directory / of_model), attn="sdpa", seq_len=ROW_TOKENS, lora=lora)
+        if of_model.endswith("balanced"):
+            model = model.model_copy(update={"router_aux_loss_coef": 0.5})
         for name, config, mesh in meshes(model, sizes, process):
             found[of_model, name] = gradient(config, mesh)
     if process.is_main:

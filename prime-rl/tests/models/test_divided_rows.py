@@ -24,6 +24,7 @@ MODELS = {
     "experts, dropout, adapter": (Case("qwen3_moe"), "tp2"),
     "experts": (Case("qwen3_moe"), "cp2 tp2 ep2 dp_replicate2-ep2 cp2-ep4 tp2-ep4"),
     "experts, adapter": (Case("qwen3_moe"), "cp2 tp2 ep4 tp2-ep4"),
+    "experts, balanced": (Case("qwen3_moe"), "cp2 tp2 ep2 cp2-ep4"),
     "experts, replayed": (Case("qwen3_moe"), "cp2 tp2 tp2-ep4"),
     "two experts": (Case("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1}), "ep2"),
     "latent attention": (Case("deepseek_v3"), "cp2 tp2 ep4"),

@@ -20,6 +20,7 @@ from prime_rl.configs.trainer import AdamWConfig, ConstantSchedulerConfig, Debug
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
 from prime_rl.trainer.model.balance import Balance
+from prime_rl.trainer.model.blocks import accumulated
 from prime_rl.trainer.model.build import setup_frozen, setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
@@ -27,6 +28,7 @@ from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.step import Reference
+from prime_rl.transport.loading import full_tensor
 from prime_rl.transport.routing import RouterLoad, Routers, Routing
 
 SMALL = {
@@ -209,6 +211,38 @@ def test_the_load_of_experts_is_that_of_the_tokens_that_train(biased_dir: Path, 
     saved = TrainedModel(model, optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 1)).tensors()["model"]
     for state in (saved, gather_weights(model, torch.bfloat16)):
         torch.testing.assert_close(state["model.layers.1.mlp.gate.e_score_correction_bias"], moved.float())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_auxiliary_loss_and_its_gradient_are_those_of_transformers(
+    moe_dir: Path, mesh: Mesh, recomputed: bool
+) -> None:
+    """Over the tokens of two sequences in one row, and over two rows as the mean of both."""
+    settings = {"router_aux_loss_coef": 0.5} | ({"ac": {"freq": 1}} if recomputed else {})
+    model = setup_model(config_of(moe_dir, **settings), mesh)
+    balance = Balance(model, 0.0, mesh.process)
+    rows = [[list(range(12)), list(range(20, 38))], [[5, 9, 5, 9, 5, 9, 7]]]
+    for row in accumulated(model, rows, mesh.process):
+        ids = torch.tensor([token for each in row for token in each])[None]
+        places = torch.cat([torch.arange(len(each)) for each in row])[None]
+        score_tokens(
+            model, ids, places, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).sum() / 50
+        ).backward()
+
+    reference = Qwen3MoeForCausalLM.from_pretrained(moe_dir, dtype=torch.float32)
+    losses = []
+    for row in rows:
+        longest = max(map(len, row))
+        ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in row])
+        mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in row])
+        outputs = reference(ids, attention_mask=mask, output_router_logits=True)
+        losses.append(outputs.aux_loss.item())
+        ((outputs.logits.logsumexp(-1) * mask).sum() / 50 + 0.5 * outputs.aux_loss / 2).backward()
+    assert balance.step()["experts/aux_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert any(grad.norm() > 1e-3 for name, grad in expected.items() if name.endswith("mlp.gate.weight"))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full_tensor(parameter.grad), expected[name], rtol=1e-4, atol=1e-5)
 
 
 class ScorelessRouter(nn.Module):

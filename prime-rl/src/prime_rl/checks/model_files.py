@@ -32,6 +32,8 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
         if fault := fault or description.division_fault(model) or description.storing_fault(model):
             return fault
+        if model.router_aux_loss_coef > 0 and not description.has_experts:
+            return f"model.router_aux_loss_coef: {description.class_name} is no mixture of experts: remove it"
         if model.vision is not None and (fault := vision_fault(description.family)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
@@ -43,7 +45,9 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     `is_scored`: it is to have one value for each token, as critics and reward models do.
     """
     description = describe(name, start)
-    other = model.model_copy(update={"name": name, "debug": DebugModelConfig()})
+    other = model.model_copy(
+        update={"name": name, "debug": DebugModelConfig(), "vision": None, "router_aux_loss_coef": 0.0}
+    )
     return trained_model_fault(other, start) or (description.scoring_fault() if description and is_scored else None)
 
 

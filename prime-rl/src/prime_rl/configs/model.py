@@ -262,6 +262,10 @@ class ModelConfig(BaseModelConfig):
     """Balance the experts of an MoE model without a loss: after each optimizer step, the bias that its routers add to
     the scores for the choice moves by this much towards an equal load. DeepSeek-V3 used 0.001. 0 keeps the bias."""
 
+    router_aux_loss_coef: float = Field(0.0, ge=0, le=10)
+    """Weight of the load-balancing loss of an MoE model (Switch Transformers, as in Transformers), of each packed row.
+    The checkpoint's own value is often 0.001; it is not used by itself, as in Transformers. 0 computes none."""
+
     adapter: str | None = None
     """Adapter to merge into the model before training: a folder in PEFT's format, or the output directory of a run that
     kept its adapter. With `lora`, a new adapter is trained on the merged weights."""
@@ -334,8 +338,9 @@ class ModelConfig(BaseModelConfig):
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":
             yield f"attn = 'fa4' needs impl = 'custom' (got {self.impl!r})"
-        if self.router_bias_update_rate > 0 and self.compile is not None:
-            yield "router_bias_update_rate does not work with [compile], which hides the choice of experts: remove one"
+        for key in ("router_bias_update_rate", "router_aux_loss_coef") if self.compile is not None else ():
+            if getattr(self, key) > 0:
+                yield f"{key} does not work with [compile], which hides the choice of experts: remove one"
         if self.router_bias_update_rate > 0 and self.lora is not None:
             yield "router_bias_update_rate with [lora]: an adapter cannot hold the bias: remove one"
         if self.tp > 1 and self.lora is not None and self.lora.use_dora:

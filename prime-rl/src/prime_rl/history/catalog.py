@@ -38,6 +38,7 @@ _SPEED = (
     Metric("optim/grad_norm", "", "norm of the gradient before clipping; with minibatches, the mean over the step's updates"),
     Metric("experts/max_load/{mean,max}", "at least 1", "mixtures of experts: tokens of a layer's busiest expert / mean of the layer's experts; mean and largest of the layers, of the step's last update. No token is dropped"),
     Metric("experts/unused", "0 to 1", "share of experts without a token"),
+    Metric("experts/aux_loss", "at least about k", "with `model.router_aux_loss_coef`: the load-balancing loss before its weight, mean over rows; k experts per token is balanced"),
     Metric("experts/router_entropy", "nats", "entropy of the softmax of a router's scores; mean over tokens and layers"),
     Metric("time/step", "s", "from the end of the previous step to the end of this one"),
     Metric("time/forward_backward", "s", "forward, backward and optimizer of the step"),

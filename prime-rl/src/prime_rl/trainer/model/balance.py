@@ -46,7 +46,10 @@ class Balance:
             return {}
         counts, entropies = self._routers.load.take()
         # Processes that compute the same tokens count them twice, which changes no ratio.
-        summed = torch.tensor(sum_over_processes([*counts.flatten().tolist(), *entropies.tolist()], self._process))
+        losses = self._routers.load.take_losses()
+        own = [sum(losses), len(losses), *counts.flatten().tolist(), *entropies.tolist()]
+        loss, rows, *of_experts = sum_over_processes(own, self._process)
+        summed = torch.tensor(of_experts)
         loads_LE, entropies_L = summed[: counts.numel()].view_as(counts), summed[counts.numel() :]
         mean_L = loads_LE.mean(1)
         if self._rate > 0:
@@ -61,6 +64,7 @@ class Balance:
             "experts/max_load/max": ratios_L.max().item(),
             "experts/unused": (loads_LE == 0).double().mean().item(),
             **(entropy if len(entropies_L) else {}),
+            **({"experts/aux_loss": loss / rows} if rows else {}),
         }
 
 

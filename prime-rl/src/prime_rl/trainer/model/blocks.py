@@ -222,6 +222,9 @@ def accumulated(model: PreTrainedModel, rows: Sequence[Row], process: Process) -
     A single process on a CPU gathers the weights once per step, since gathering copies them within host memory. They
     are freed after the last backward pass. On a GPU the copies are cheap and the memory is not, so nothing is kept.
     """
+    routers: Routers | None = getattr(model, "routers", None)
+    if routers is not None:
+        routers.rows = len(rows)
     if process.world_size > 1 or process.device.type != "cpu":
         yield from rows
         return

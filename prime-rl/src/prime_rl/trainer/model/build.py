@@ -289,6 +289,7 @@ def setup_frozen(
         changes |= {"name": name, "adapter": None, "lora": None, "quantization": None, "debug": type(config.debug)()}
         # Of the trained model alone: another one may have no routers, and is not exported.
         changes |= {"freeze_moe_router": False, "language_model_only": False, "vision": None}
+        changes |= {"router_aux_loss_coef": 0.0}
     return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
 
 
@@ -382,6 +383,10 @@ def setup_model(
         get_logger().info(f"Layers with a state: {layers.description}")
     # Compiled code does not see what a router is told.
     routers = Routers(model) if config.compile is None else None
+    if config.router_aux_loss_coef > 0 and routers is not None:
+        if routers.fault is not None:
+            raise ModelError(f"model.router_aux_loss_coef: {routers.fault}")
+        routers.auxiliary_coef = config.router_aux_loss_coef
     prepare_blocks(model, config, process.device, is_random, layers, routers)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)

@@ -221,6 +221,9 @@ def _score_tokens(
     self: PreTrainedModel, row: ArrangedRow, score: Callable[..., Result], given: Sequence[Tensor]
 ) -> Result:
     layers, routers = scoring_of(self).state_layers, scoring_of(self).routers
+    auxiliary = None if row.routing is None or not routers else routers.auxiliary_loss()
+    if row.routing is not None:
+        row.routing.auxiliary = auxiliary
     with (
         nullcontext() if layers is None else layers.on(row.sequences),
         nullcontext() if routers is None else routers.on(row.routing),
@@ -229,6 +232,11 @@ def _score_tokens(
             hidden = run_vision(self, row.inputs, row.images)
         else:
             hidden = self.base_model(use_cache=False, **row.inputs).last_hidden_state
+    if auxiliary is not None and routers:
+        context = scoring_of(self).context
+        loss = auxiliary.finish(None if context is None else context.group, 1 if context is None else context.size)
+        if loss is not None:
+            routers.load.lost(loss)
     if (tp := scoring_of(self).tp) is not None:
         hidden = with_mean_gradient(hidden, tp.get_group())
     return score(hidden.flatten(0, 1).index_select(0, row.places_M), _logits_of(self), *given)

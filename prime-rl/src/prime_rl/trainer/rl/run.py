@@ -562,7 +562,7 @@ def setup_critic(
     if critic.name is not None:
         # The check before the start reads only what is on this machine.
         check_tokenizer("trainer.critic.name", critic.name, config.model, tokenizer)
-        own |= {"name": critic.name, "adapter": None, "freeze_moe_router": False}
+        own |= {"name": critic.name, "adapter": None, "freeze_moe_router": False, "router_aux_loss_coef": 0.0}
     valued = config.model.model_copy(update=own)
     try:
         model = setup_model(valued, mesh, products=products, is_scored=True)
