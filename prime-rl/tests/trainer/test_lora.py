@@ -274,6 +274,18 @@ def test_an_adapter_of_experts_continues_and_merges(moe_model_dir: Path, mesh: M
         torch.testing.assert_close(gather_weights(merged, torch.float32)[name], weight, rtol=1e-6, atol=1e-7)
 
 
+def test_dora_merges_into_the_rows_that_a_process_holds_but_not_into_parts_of_rows() -> None:
+    weight, update = torch.randn(8, 6), ((), torch.randn(2, 6), torch.randn(8, 2), 0.5)
+    merge = Merge(Path("of_peft"), {"layer": [update]}, {}, {"layer": torch.rand(8)})
+    whole = merge.change("layer", weight.clone(), (slice(0, 8), slice(0, 6)))
+    torch.testing.assert_close(whole.norm(dim=1), merge.lengths["layer"])
+    rows = (slice(3, 8), slice(0, 6))
+    assert torch.equal(merge.change("layer", weight[rows].clone(), rows), whole[rows])
+    columns = (slice(0, 8), slice(0, 3))
+    with pytest.raises(ModelError, match=r"of_peft is DoRA, which needs whole rows of layer: remove model\.tp"):
+        merge.change("layer", weight[columns].clone(), columns)
+
+
 def test_an_adapter_merges_into_the_rows_of_experts_that_a_process_holds() -> None:
     places = [(slice(expert, expert + 1), slice(start, start + 4)) for expert in range(3) for start in (0, 4)]
     updates = [(place, torch.randn(2, 6), torch.randn(4, 2), 0.5) for place in places]

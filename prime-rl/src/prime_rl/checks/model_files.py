@@ -82,10 +82,12 @@ def adapter_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens
     lora = model.lora
     if model.adapter is not None:
         try:
-            read_settings(adapter_folder(start.find(model.adapter)))
+            settings = read_settings(adapter_folder(start.find(model.adapter)))
         except StartFault as fault:
             yield f"{key}.adapter = {model.adapter}: {fault}"
         else:
+            if settings.use_dora and model.tp > 1:
+                yield f"{key}.adapter = {model.adapter} is DoRA, which needs whole rows: remove {key}.tp = {model.tp}"
             if not adds_tokens and (more := _more_embeddings(model, start.find(model.adapter), start)):
                 yield f"{key}.adapter = {model.adapter}: {more}"
     if lora is not None and lora.path is not None:

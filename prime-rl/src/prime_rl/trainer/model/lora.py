@@ -453,6 +453,8 @@ class Merge:
             if len(index) == 2:
                 changed = values.float() + delta[index]
                 if name in self.lengths:
+                    if changed.shape[1] != delta.shape[1]:
+                        raise ModelError(f"{self.folder} is DoRA, which needs whole rows of {name}: remove model.tp")
                     changed = _stretched(changed, self.lengths[name][index[0]])
                 values = changed.to(values.dtype)
                 continue
