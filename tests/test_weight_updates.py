@@ -138,10 +138,15 @@ def train(directory: Path, *options: str | Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def adapter_run(run_of: Callable[[str], Run]) -> Run:
+    return run_of("vllm-adapter")
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_an_engine_argument_of_the_config_reaches_vllm_and_is_named_by_the_parity_gate(run_of) -> None:
-    logs = run_of("vllm-adapter").paths.logs
+def test_an_engine_argument_of_the_config_reaches_vllm_and_is_named_by_the_parity_gate(adapter_run) -> None:
+    logs = adapter_run.paths.logs
     assert "'max_num_seqs': 64" in (logs / "inference.log").read_text()
     assert "of version 0, with inference.vllm = {'max_num_seqs': 64}" in (logs / "trainer.log").read_text()
 

@@ -71,6 +71,7 @@ def engine_faults(config: InferenceConfig, start: StartDir, *, judges_model: boo
     Without `judges_model`, nothing is said of a model that the trainer has refused already.
     """
     if not start.is_here and config.backend == "auto" and config.device != "cpu":
+        yield from _vllm_option_faults(config, start)
         return  # the node of the job decides
     backend, _ = choose_backend(config, has_vllm, lambda: not start.is_here or gpus_here())
     if backend == "vllm":
@@ -130,8 +131,7 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             yield f"{VLLM_PYTHON_VARIABLE} = {python!r}: Permission denied"
         elif python is None and start.has_our_packages:
             yield NotInstalled(no_vllm())
-    if config.vllm and (file := _vllm_arguments_file(start)) is not None:
-        yield from vllm_option_faults(config.vllm, vllm_arguments_in(file.read_text(encoding="utf-8")))
+    yield from _vllm_option_faults(config, start)
     folder, description = start.find(config.model.name), describe(config.model.name, start)
     has_tower = folder.is_dir() and description is not None and description.has_known_language_part
     if (
@@ -200,6 +200,11 @@ def vllm_option_faults(options: Mapping[str, Any], known: Mapping[str, str]) -> 
             yield f"vllm.{name}: vLLM has no engine argument of this name: {advice}"
         elif known and not _may_hold(known[name], value):
             yield f"vllm.{name} = {value!r}: vLLM's {name} is {known[name]}"
+
+
+def _vllm_option_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
+    if config.vllm and (file := _vllm_arguments_file(start)) is not None:
+        yield from vllm_option_faults(config.vllm, vllm_arguments_in(file.read_text(encoding="utf-8")))
 
 
 def _may_hold(annotation: str, value: Any) -> bool:
