@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from prime_rl.configs.trainer import (
     DecoupledLossConfig,
     DefaultLossConfig,
     GSPOLossConfig,
+    LoRAConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -31,10 +33,12 @@ from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.metrics import MetricValues
+from prime_rl.trainer.rl.residence import Residence
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.step import row_loss_sum
+from prime_rl.transport.loading import local
 from prime_rl.transport.messages import MicroBatch
 
 pytestmark = [
@@ -195,6 +199,49 @@ def test_states_are_on_the_gpu_only_during_the_update(wide_model_dir: Path, gpu:
         assert states
         assert all(state.is_pinned() for state in states)
     assert all(torch.equal(one, other) for one, other in zip(*map(list, map(weights, models)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("optim", "fields"),
+    [
+        (AdamWConfig(lr=1e-3), {}),
+        (MuonConfig(lr=1e-3), {"optim_cpu_offload": True}),
+        (AdamWConfig(lr=1e-3), {"lora": LoRAConfig(rank=4)}),
+    ],
+    ids=["adamw", "muon-states-on-host", "adapter"],
+)
+def test_a_trainer_that_leaves_the_gpu_and_comes_back_learns_the_same_bits(
+    wide_model_dir: Path, gpu: Mesh, optim: OptimizerConfig, fields: dict[str, Any]
+) -> None:
+    staying, leaving = (setup_model(config_of(wide_model_dir, **fields), gpu) for _ in range(2))
+    on_host = fields.get("optim_cpu_offload", False)
+    optimizers = [setup_optimizer(optim, model, on_host) for model in (staying, leaving)]
+    residence = Residence([leaving], optimizers[1:], gpu.process)
+    for _ in range(3):
+        for model, optimizer in zip((staying, leaving), optimizers, strict=True):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        held_bytes = torch.cuda.memory_allocated()
+        residence.leave()
+        own = [local(each) for each in parts_of(staying, optimizers[0])]
+        others_bytes = sum(each.nbytes for each in own if each.is_cuda)
+        # What left is as much as what the other one keeps; the rest is that of both, such as rotary tables.
+        assert held_bytes - torch.cuda.memory_allocated() >= 0.99 * others_bytes > 0
+        # A checkpoint reads the host's copies.
+        away = [local(each) for each in parts_of(leaving, optimizers[1])]
+        assert all(not each.is_cuda and each.is_pinned() for each in away)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(own, away, strict=True))
+        residence.come_back()
+        assert torch.cuda.memory_allocated() == held_bytes
+    assert all(torch.equal(one, other) for one, other in zip(*map(list, map(weights, (staying, leaving))), strict=True))
+
+
+def parts_of(model, optimizer) -> Iterator[Tensor]:
+    """Weights and states."""
+    yield from model.parameters()
+    for states in optimizer.state.values():
+        yield from (state for state in states.values() if state.ndim)
 
 
 def weights(model) -> Iterator[Tensor]:

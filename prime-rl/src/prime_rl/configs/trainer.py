@@ -381,6 +381,10 @@ class TrainerConfig(RootConfig):
     max_async_level: WholeNumber = 1
     """Maximum number of steps that rollouts run ahead of the trainer. 0 is synchronous."""
 
+    offload_while_sampling: bool = False
+    """Keep weights and optimizer state in host memory while the engine samples: for one GPU that both share. Needs
+    `max_async_level = 0`; vLLM makes room in turn with `inference.enable_sleep_mode`. No effect on a CPU."""
+
     memory_profiler_path: Path | None = None
     """Write a snapshot of GPU memory to this directory after each step."""
 
@@ -506,5 +510,14 @@ class TrainerConfig(RootConfig):
                 f"tokenizer.add_tokens ({', '.join(self.tokenizer.add_tokens)}) is for SFT: the engines have the "
                 "tokenizer of model.name; add the tokens in SFT, and set model.name to its export"
             )
+        if self.offload_while_sampling and self.max_async_level:
+            yield (
+                f"offload_while_sampling needs max_async_level = 0 (got {self.max_async_level}): the trainer would "
+                "compute while the engine samples"
+            )
+        if self.offload_while_sampling and self.model.fsdp_cpu_offload:
+            yield "model.fsdp_cpu_offload always keeps everything in host memory: remove offload_while_sampling"
+        if self.offload_while_sampling and self.max_concurrent_runs > 1:
+            yield f"offload_while_sampling serves one run (got max_concurrent_runs = {self.max_concurrent_runs})"
         if self.model.optim_cpu_offload and self.max_concurrent_runs > 1:
             yield f"model.optim_cpu_offload serves one run (got max_concurrent_runs = {self.max_concurrent_runs})"

@@ -25,14 +25,23 @@ from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
 
 
+def nothing() -> None: ...
+
+
 class Broadcast(Protocol):
     """Publishes new weights to the inference engines."""
 
     def start(self, version: int) -> None:
         """Remove leftover versions of earlier starts. This run starts at `version`."""
 
-    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
-        """Publish the model's weights as `version`. Collective."""
+    def publish(
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+    ) -> None:
+        """Publish the model's weights as `version`. Collective.
+
+        `when_gathered` is called on each process once the model is no longer read. A version in files is announced
+        after that.
+        """
 
 
 class FileSystemBroadcast:
@@ -60,7 +69,9 @@ class FileSystemBroadcast:
         self.process = process
         self.max_async_level = max_async_level
 
-    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
+    def publish(
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+    ) -> None:
         """Write the weights as `version`, in `dtype` and hub format, or the adapter alone.
 
         A resumed run finds its first version published. If that has the same files, it stays, because the servers may
@@ -71,6 +82,7 @@ class FileSystemBroadcast:
         """
         adapter = gather_adapter(model, dtype, is_served=True) if self.sends_adapter else None
         weights = gather_weights(model, dtype) if adapter is None else {}
+        when_gathered()
         if self.process.rank != 0:
             return
         with publishing_directory(self.run.broadcast(version)) as scratch:
@@ -150,7 +162,9 @@ class GroupBroadcast:
         workers = count_of("inference worker", size - 1)
         get_logger().info(f"Weights are broadcast to {workers}, through {address[0]}:{address[1]}")
 
-    def publish(self, model: PreTrainedModel, version: int, dtype: torch.dtype) -> None:
+    def publish(
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+    ) -> None:
         """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
 
         Nothing is sent if the orchestrator has finished or this process has been asked to stop.
@@ -163,6 +177,7 @@ class GroupBroadcast:
         if not self._is_accepted(version):
             return
         weights = gather_weights(model, dtype)
+        when_gathered()
         if self._group is not None:
             try:
                 self._group.send(weights, version)

@@ -59,6 +59,7 @@ from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
+from prime_rl.trainer.rl.residence import Residence
 from prime_rl.trainer.rl.rows import Row, check_routes, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
 from prime_rl.trainer.sft.data.conversation import padding_id
@@ -107,6 +108,7 @@ class Components:
     critic: Critic | None
     parity: ParityGate
     broadcast: Broadcast
+    residence: Residence | None
     checkpoints: CheckpointManager | None
     telemetry: Telemetry
     performance: Performance
@@ -135,6 +137,8 @@ class RLTrainer:
         self.beats = own_beats()
         self._saved_version = self.progress.step
         self._exported_version: int | None = None
+        self._has_left = False
+        """Whether the log says what memory is left on the GPU."""
 
     def run(self) -> None:
         """Train until `max_steps`, or until the orchestrator ends the run early.
@@ -146,6 +150,8 @@ class RLTrainer:
             get_logger().warning(f"Nothing left to do: max_steps is {self.config.max_steps}")
         if self.progress.step > 0 or self.config.model.starts_changed:
             self._publish()  # the orchestrator waits for a version that is not the engines' own
+        else:
+            self._leave_gpu()
         while self.config.max_steps is None or self.progress.step < self.config.max_steps:
             rows = self._receive()
             if rows is None:
@@ -192,6 +198,8 @@ class RLTrainer:
                 time.sleep(POLL_S)
         self.beats.say(f"step {step}: reading the batch")
         with self.times("load_data"):
+            if self.components.residence is not None:
+                self.components.residence.come_back()
             rows = [
                 Row.from_message(message, self.process.device, version=self.progress.step)
                 for message in self.components.batches.take(self.progress.step)
@@ -349,8 +357,21 @@ class RLTrainer:
                 # wakes up with them, needs the memory.
                 torch.cuda.empty_cache()
             self.components.broadcast.publish(
-                self.components.state.policy.model, self.progress.step, self.components.published_dtype
+                self.components.state.policy.model,
+                self.progress.step,
+                self.components.published_dtype,
+                self._leave_gpu,
             )
+
+    def _leave_gpu(self) -> None:
+        """Make room for an engine that shares the GPU. It samples as soon as a new version is announced."""
+        residence = self.components.residence
+        if residence is None:
+            return
+        residence.leave()
+        if self.process.is_main and not self._has_left:
+            self._has_left = True
+            get_logger().info(f"While the engine samples: {residence}")
 
     def _save_if_due(self) -> None:
         checkpoints, step = self.components.checkpoints, self.progress.step
@@ -512,6 +533,7 @@ def setup_components(
         critic=critic,
         parity=setup_parity(config, mesh, paths),
         broadcast=broadcast,
+        residence=setup_residence(config, state, reference, process),
         checkpoints=checkpoints,
         telemetry=telemetry,
         performance=setup_performance(config, model, process),
@@ -579,6 +601,18 @@ def setup_critic(
     optimizer = setup_optimizer(critic.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(critic.scheduler, optimizer, config.max_steps)
     return Critic(TrainedModel(model, optimizer, scheduler), critic, mesh)
+
+
+def setup_residence(
+    config: TrainerConfig, state: TrainState, reference: Reference | None, process: Process
+) -> Residence | None:
+    if not config.offload_while_sampling:
+        return None
+    if process.device.type == "cpu":
+        get_logger().info("offload_while_sampling has no effect on a CPU: weights are in host memory already")
+        return None
+    models = [*state.models.values(), *(() if reference is None or reference.is_trained else [reference.model])]
+    return Residence(models, [trained.optimizer for trained in state.trained.values()], process)
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:
