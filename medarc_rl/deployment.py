@@ -240,7 +240,7 @@ def check_rl(config: RLConfig, split: GpuSplit | None) -> None:
 
 def advice(config: RLConfig, split: GpuSplit) -> list[str]:
     """One line for each setting that works but probably not well."""
-    if not split.single_gpu or config.inference is None or config.device == "cpu":
+    if not split.single_gpu or config.inference is None or config.device == "cpu" or config.takes_turns:
         return []
     utilization = config.inference.gpu_memory_utilization
     if utilization < FULL_GPU_UTILIZATION:

@@ -142,6 +142,21 @@ def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
     assert trainer["room_bytes"] == alone["components"][0]["room_bytes"] - engine["needed_bytes"]
 
 
+def test_a_trainer_and_an_engine_that_take_turns_both_have_the_whole_gpu(rl_toml: Path, model: Path) -> None:
+    words = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "H200", "--single-gpu")
+    words += ("--inference.backend", "vllm", "--max-async-level", "0")
+    beside, turns = (
+        run(*words, *more, "--estimate", "--json")
+        for more in ((), ("--inference.enable-sleep-mode", "--trainer.offload-while-sampling"))
+    )
+    shared, apart = (json.loads(each.stdout)["components"] for each in (beside, turns))
+    assert apart[0]["room_bytes"] == shared[0]["room_bytes"] + shared[1]["needed_bytes"] - 768 * 2**20
+    assert apart[0]["parts"] == shared[0]["parts"]
+    kept = sum(apart[0]["parts"][name] for name in ("weights", "optimizer"))
+    told = run(*words, "--trainer.offload-while-sampling", "--estimate").stdout
+    assert f"host memory: {kept / 2**30:.1f} GiB for each process of the trainer" in told
+
+
 def test_an_fp8_cache_of_vllm_holds_more_tokens_and_what_is_not_counted_is_named(rl_toml: Path, model: Path) -> None:
     words = (
         "medarc_train",

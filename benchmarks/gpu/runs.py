@@ -59,16 +59,19 @@ def losses(output: Path) -> list[float]:
 
 
 def learned(scratch: Path, findings: Findings) -> tuple[bool, str]:
-    """The shipped example. On a GPU, trainer and embedded engine share it."""
+    """The shipped example. On a GPU, trainer and embedded engine share it, and the trainer leaves while it samples."""
     steps, output = (3 if findings.is_tiny else 60), scratch / "rl"
     command = [str(PROGRAMS / "medarc_train"), "rl", str(EXAMPLE / "rl_cpu.toml"), "--output-dir", str(output)]
     command += ["--max-steps", str(steps)]
     if findings.device == "cuda":
         command += ["--single-gpu", "--device", "cuda", "--inference.backend", "embedded"]
+        command += ["--max-async-level", "0", "--trainer.offload-while-sampling"]
     run(command)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
     mismatches = [value for record in records for name, value in record.items() if name.startswith("mismatch_kl/mean")]
+    away = [record["perf/memory_while_sampling"] for record in records if "perf/memory_while_sampling" in record]
+    findings.fact(memory_while_sampling_gib=away[-1:] or None)
     findings.fact(rewards=[round(reward, 3) for reward in rewards], mismatch_kl=mismatches[-1:] or None)
     few = max(1, len(rewards) // 10)
     first, last = (sum(part) / few for part in (rewards[:few], rewards[-few:]))

@@ -72,6 +72,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
         (OrchestratorConfig, "buffer.drop-equal-rewards", "buffer.drop_equal_rewards drops every group of one rollout"),
         (OrchestratorConfig, "max-concurrent=3 rollouts-per-example=4", "max_concurrent (3) is below"),
         (OrchestratorConfig, "weight-broadcast.type=nccl max-async-level=2", "needs max_async_level = 1 (got 2)"),
+        (TrainerConfig, "offload-while-sampling", "offload_while_sampling needs max_async_level = 0 (got 1)"),
         (OrchestratorConfig, "servers-sleep", "inference.enable_sleep_mode needs max_async_level = 0"),
         (OrchestratorConfig, "batch-size=8 token-batch-size=8 max-inflight-rollouts=8", "exclude each other"),
         (OrchestratorConfig, "token-batch-size=8", "token_batch_size needs max_inflight_rollouts"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from prime_rl.configs.trainer import (
     ActivationCheckpointConfig,
@@ -228,7 +229,8 @@ def test_a_trainer_that_leaves_the_gpu_and_comes_back_learns_the_same_bits(
         others_bytes = sum(each.nbytes for each in own if each.is_cuda)
         # What left is as much as what the other one keeps; the rest is that of both, such as rotary tables.
         assert held_bytes - torch.cuda.memory_allocated() >= 0.99 * others_bytes > 0
-        # A checkpoint reads the host's copies.
+        saved = get_state_dict(leaving, optimizers[1])  # as a checkpoint reads them
+        assert {part.device.type for part in saved[0].values()} == {"cpu"}
         away = [local(each) for each in parts_of(leaving, optimizers[1])]
         assert all(not each.is_cuda and each.is_pinned() for each in away)
         assert all(torch.equal(one.cpu(), other) for one, other in zip(own, away, strict=True))

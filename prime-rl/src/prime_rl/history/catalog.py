@@ -107,6 +107,7 @@ RL_TRAINER = (
     Metric(f"critic/is_clipped{_STATISTICS}", "0 or 1", "per token or turn: `value_clip` raises its loss"),
     Metric("critic/{lr,grad_norm}", "", "as `optim/lr` and `optim/grad_norm`, of the critic"),
     Metric("stats/<name>", "", "what a custom loss [records](own_loss.md#record-statistics)"),
+    Metric("perf/memory_while_sampling", "GiB", "reserved on the main process's GPU once its state is in host memory; with `trainer.offload_while_sampling`"),
     Metric("time/wait_for_batch", "s", "waiting for the orchestrator's batch"),
     Metric("time/load_data", "s", "receiving the batch's rows"),
     Metric("time/reference_logprobs", "s", "scoring the batch with the reference model"),

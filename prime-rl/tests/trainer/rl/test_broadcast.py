@@ -60,6 +60,13 @@ def test_weights_are_published_in_the_dtype_and_naming_of_the_hub(tmp_path, tiny
     assert all(torch.equal(published[name], original[name].bfloat16()) for name in original)
 
 
+def test_an_engine_hears_of_a_version_after_the_trainer_has_left_the_gpu(tmp_path, model, mesh) -> None:
+    target, seen = RunPaths(tmp_path).orchestrator.broadcast(1), []
+    broadcast_to(tmp_path, mesh).publish(model, 1, torch.float32, lambda: seen.append(target.exists()))
+    assert seen == [False]
+    assert (target / STABLE).is_file()
+
+
 def test_versions_of_an_earlier_start_are_discarded(tmp_path, model, mesh) -> None:
     broadcast = broadcast_to(tmp_path, mesh, max_async_level=9)
     for version in (1, 2, 3):

@@ -380,7 +380,8 @@ def estimate_rl(
     copied = trainer.reference_source == "copy"
     of_copy = training.stored(shapes[0].parameters, shapes[0].blocks, training.compute_bytes) // training.shards
     reference = {"reference": of_copy} if copied else {}
-    components = [_trainer(trained, room, trainer.ckpt, reference)]
+    leaves_gpu = trainer.offload_while_sampling
+    components = [_trainer(trained, room, trainer.ckpt, reference, leaves_gpu=leaves_gpu)]
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
@@ -388,7 +389,9 @@ def estimate_rl(
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
-        components = [_trainer(trained, left, trainer.ckpt, reference), engine]
+        if is_shared and config.takes_turns and room is not None and device == "cuda":
+            left = room - CUDA_BYTES  # a sleeping engine has only CUDA's own
+        components = [_trainer(trained, left, trainer.ckpt, reference, leaves_gpu=leaves_gpu), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
 
@@ -408,15 +411,23 @@ def _nodes(deployment: DeploymentConfig) -> tuple[int, int]:
 
 
 def _trainer(
-    trained: Sequence[Training], room: int | None, ckpt: CheckpointConfig | None, more: Mapping[str, int] | None = None
+    trained: Sequence[Training],
+    room: int | None,
+    ckpt: CheckpointConfig | None,
+    more: Mapping[str, int] | None = None,
+    *,
+    leaves_gpu: bool = False,
 ) -> Component:
-    """The trainer of a model, and of its critic if there are two."""
+    """The trainer of a model, and of its critic if there are two. It may leave the GPU while an engine samples."""
     training, *critic = trained
     on_cpu = training.device == "cpu"
     copied = sum(map(copied_state, trained)) if ckpt is not None and ckpt.async_save else 0
     own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
     own[CRITIC] = sum(memory_beside(training, each) for each in critic)
     moved = 0 if on_cpu else sum(map(host_memory, trained)) + copied
+    if leaves_gpu and not on_cpu:
+        moved += sum((more or {}).values())  # the reference's copy
+        moved += sum(each.weights + each.states - host_memory(each) for each in trained)
     notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
     without = "" if on_cpu else ", without CUDA's own"
     loading = max(map(loading_memory, trained)) / 2**30

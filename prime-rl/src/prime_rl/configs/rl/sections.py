@@ -247,6 +247,12 @@ class RunSections(SharedSettings):
     settings of `[inference]`."""
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether, on a GPU that both share, the trainer leaves while the server samples and the other way round."""
+        sleeps = self.inference is not None and self.inference.enable_sleep_mode
+        return sleeps and self.trainer.offload_while_sampling
+
+    @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:
         """The judges and the teacher that the run starts. The teacher is last."""
         judges = frozen_judges(self.orchestrator.judge, self.device)

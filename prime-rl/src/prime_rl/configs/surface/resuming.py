@@ -121,6 +121,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "without it the reference is again the model that the run started from",
         "trainer.reference.reset_every",
     ),
+    _rule("none", "", "trainer.offload_while_sampling"),
     _rule("applied", "adding or removing it is refused", "trainer.critic"),
     _rule("none", "the weights are those of the checkpoint", "trainer.critic.name", "trainer.critic.lora.path"),
     _rule("refused", _SHAPES, "trainer.critic.lora"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import swap_tensors
 
 from prime_rl.trainer.process.world import Process
 
@@ -31,8 +31,8 @@ class _Moved:
 class Residence:
     """Moves models and the states of their optimizers between a GPU and pinned host memory, bit for bit.
 
-    On the GPU a storage is emptied and filled again, so parameters, FSDP's views of them and optimizer states remain
-    the same objects. While they are away, they show the host's copy: checkpoints and exports read them as always.
+    On the GPU a storage is emptied and filled again, so FSDP's views of it stay valid. Meanwhile parameters and states,
+    which remain the same objects, hold the host's copy: checkpoints and exports read them as always.
     """
 
     def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], process: Process) -> None:
@@ -42,20 +42,16 @@ class Residence:
         self._rooms: dict[tuple[int, int], Tensor] = {}
         """Host memory that has been allocated, by the address of a storage object and its size."""
         self._moved: list[_Moved] = []
-        self._shown: list[Callable[[], None]] = []
-        """Each makes a tensor show its memory on the GPU again."""
-
-    def __str__(self) -> str:
-        host, left = sum(room.nbytes for room in self._rooms.values()), torch.cuda.memory_reserved(self._process.device)
-        return f"{host / 2**30:.2f} GiB of the trainer in host memory, {left / 2**30:.2f} GiB still on the GPU"
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        """Tensors that are in host memory now, and what they were."""
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Give the memory back. Returns when it is free on all processes. Collective."""
+        """Give the memory back, and return when it is free on all processes. Collective."""
         if self._moved:
             return
         by_storage: dict[int, _Moved] = {}
-        shown: list[tuple[Tensor, Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for tensor in self._tensors():
             part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             storage = part.untyped_storage()
@@ -64,12 +60,12 @@ class Residence:
             if storage._cdata not in by_storage:
                 by_storage[storage._cdata] = self._copied(storage)
             host = by_storage[storage._cdata].on_host.untyped_storage()
-            view = torch.empty(0, dtype=part.dtype).set_(host, part.storage_offset(), part.size(), part.stride())
-            shown.append((tensor, part if isinstance(tensor, DTensor) else part.data, view))
+            copy = torch.empty(0, dtype=part.dtype).set_(host, part.storage_offset(), part.size(), part.stride())
+            copies.append((tensor, _like(tensor, copy)))
         torch.cuda.synchronize(self._process.device)
-        for tensor, part, view in shown:
-            _show(tensor, view)
-            self._shown.append(partial(_show, tensor, part))
+        for tensor, copy in copies:
+            swap_tensors(tensor, copy)
+        self._swapped = copies
         self._moved = list(by_storage.values())
         for moved in self._moved:
             moved.storage.resize_(0)
@@ -77,15 +73,19 @@ class Residence:
         if self._process.world_size > 1:
             dist.barrier()
 
+    def left_on_gpu(self) -> int:
+        """Bytes of the GPU that this process has, without CUDA's own."""
+        return torch.cuda.memory_reserved(self._process.device)
+
     @torch.no_grad()
     def come_back(self) -> None:
         """Take the memory again."""
         for moved in self._moved:
             moved.storage.resize_(moved.on_host.nbytes)
             moved.on_gpu.copy_(moved.on_host, non_blocking=True)
-        for show in self._shown:
-            show()
-        self._moved, self._shown = [], []
+        for tensor, other in self._swapped:
+            swap_tensors(tensor, other)
+        self._moved, self._swapped = [], []
 
     def _copied(self, storage: torch.UntypedStorage) -> _Moved:
         size = storage.nbytes()
@@ -105,8 +105,7 @@ class Residence:
                 yield from (state for state in states.values() if isinstance(state, Tensor) and state.ndim)
 
 
-def _show(tensor: Tensor, part: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = part
-    else:
-        tensor.data = part
+def _like(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor of the same kind as `tensor`, whose part of this process is `part`."""
+    whole = DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
+    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole

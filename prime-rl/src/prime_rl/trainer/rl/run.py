@@ -137,8 +137,6 @@ class RLTrainer:
         self.beats = own_beats()
         self._saved_version = self.progress.step
         self._exported_version: int | None = None
-        self._has_left = False
-        """Whether the log says what memory is left on the GPU."""
 
     def run(self) -> None:
         """Train until `max_steps`, or until the orchestrator ends the run early.
@@ -333,6 +331,8 @@ class RLTrainer:
         if not self.process.is_main:
             return
         metrics |= self.components.performance.step(tokens)
+        if (residence := self.components.residence) is not None:
+            metrics |= {"perf/memory_while_sampling": residence.left_on_gpu() / 2**30}
         metrics |= {"progress/tokens": self.progress.tokens, "progress/samples": self.progress.samples}
         self.components.telemetry.monitor.log(metrics, step)
         fields = [
@@ -365,13 +365,8 @@ class RLTrainer:
 
     def _leave_gpu(self) -> None:
         """Make room for an engine that shares the GPU. It samples as soon as a new version is announced."""
-        residence = self.components.residence
-        if residence is None:
-            return
-        residence.leave()
-        if self.process.is_main and not self._has_left:
-            self._has_left = True
-            get_logger().info(f"While the engine samples: {residence}")
+        if self.components.residence is not None:
+            self.components.residence.leave()
 
     def _save_if_due(self) -> None:
         checkpoints, step = self.components.checkpoints, self.progress.step
