@@ -101,6 +101,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "router_aux_loss_coef": "a mixture of experts; prime-rl/tests/trainer/test_mixture_of_experts.py balances one",
     "router_bias_update_rate": "a mixture of experts; prime-rl/tests/trainer/test_mixture_of_experts.py balances one",
     "[model.vision]": "a model of the hub with a vision tower; prime-rl/tests/trainer/sft/test_images.py trains one",
+    "[inference.vllm]": "vLLM; tests/test_weight_updates.py serves with an argument of it",
     "[trainer.critic]": "advantages of one algorithm; rl_ppo_cpu.toml trains with a critic",
 }
 """Parts of blocks that are not run here, and why."""

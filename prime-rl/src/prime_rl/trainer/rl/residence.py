@@ -99,6 +99,7 @@ class Residence:
     def _tensors(self) -> Iterator[Tensor]:
         for model in self._models:
             yield from model.parameters()
+            yield from model.buffers()
         for optimizer in self._optimizers:
             for states in optimizer.state.values():
                 # Counters of steps have no dimension, and stay.
