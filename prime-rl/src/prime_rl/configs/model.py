@@ -360,6 +360,8 @@ class ModelConfig(BaseModelConfig):
             yield "tower_lr with lora, which trains adapters alone: remove one"
         if self.language_model_only:
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
+        if self.quantization is not None:
+            yield "with quantization is not supported yet, which would store the tower in 4 bits too: remove one"
         if self.trust_remote_code:
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 

@@ -36,7 +36,7 @@ from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
 from prime_rl.transport.loading import full_tensor
-from prime_rl.utils.pydantic_config import dump_toml
+from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 from ...utils.test_images import BROKEN_FILES
 from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
@@ -241,3 +241,21 @@ def losses_of(model: Any, config: ModelConfig, file: Path) -> list[tuple[float, 
     with torch.no_grad():
         sums = [objective.sums(model, lay_out([each], 256, 256), device).losses[0] for each in samples]
     return [(float(loss), each.is_trained) for loss, each in zip(sums, samples, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"model": {"vision": {}, "cp": 2}}, "[vision] with cp = 2"),
+        ({"model": {"vision": {}, "language_model_only": True}}, "language_model_only exports a part of it"),
+        ({"model": {"vision": {"tower_lr": 1e-6}, "lora": {}}}, "tower_lr with lora"),
+        ({"model": {"vision": {}, "lora": {}, "quantization": "nf4"}}, "with quantization is not supported yet"),
+        ({"model": {"vision": {}}, "data": {"overlong": "split"}}, "with data.overlong = 'split'"),
+        ({"model": {"vision": {}}, "data": {"type": "fake"}}, "needs a dataset"),
+        ({"model": {"vision": {"tower_lr": 1e-6}}, "optim": {"type": "muon"}}, "optim.type = 'muon'"),
+    ],
+)
+def test_what_does_not_go_with_images_is_one_line(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(SFTConfig, overrides={"data": {"seq_len": 256}, **settings})
+    assert fault in str(error.value)
