@@ -80,10 +80,11 @@ class QuantizedLinear(nn.Linear):
 
         made.packed, made.scales = stored(made.in_features // 2), stored(blocks if config.double else 4 * blocks)
         if config.double:
-            of_scales = torch.empty(-(-rows * blocks // _SCALES_BLOCK), device=device)
+            # Not without values, as the parameters are: FSDP moves buffers to its device, and leaves them there.
+            of_scales = torch.zeros(-(-rows * blocks // _SCALES_BLOCK))
             made.register_buffer("scales_of_scales", of_scales, persistent=False)
-            made.register_buffer("mean_of_scales", torch.empty((), device=device), persistent=False)
-            made.register_buffer("scale_levels", torch.empty(256, device=device), persistent=False)
+            made.register_buffer("mean_of_scales", torch.zeros(()), persistent=False)
+            made.register_buffer("scale_levels", torch.zeros(256), persistent=False)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,8 +107,12 @@ class QuantizedLinear(nn.Linear):
         if not self.is_double:
             of_blocks = scales.view(torch.float32).flatten()
             return state(of_blocks, shape, None, BLOCK, self.levels, dtype)
-        of_scales = state(self.scales_of_scales, code=self.scale_levels, blocksize=_SCALES_BLOCK, dtype=torch.float32)
-        return state(scales.flatten(), shape, None, BLOCK, self.levels, dtype, self.mean_of_scales, of_scales)
+        # With `fsdp_cpu_offload`, the whole scales of an export are on the host.
+        of_scales, mean, levels = (
+            buffer.to(scales.device) for buffer in (self.scales_of_scales, self.mean_of_scales, self.scale_levels)
+        )
+        nested = state(of_scales, code=levels, blocksize=_SCALES_BLOCK, dtype=torch.float32)
+        return state(scales.flatten(), shape, None, BLOCK, self.levels, dtype, mean, nested)
 
 
 class Quantizing:
