@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from prime_rl.checks.memory.training import quantized_bytes
 from prime_rl.configs.trainer import (
     AdamW8bitConfig,
     AdamWConfig,
@@ -119,12 +120,13 @@ def test_8_bit_adamw_is_that_of_bitsandbytes() -> None:
             each.step()
     for own, other in zip(net, theirs, strict=True):
         assert torch.equal(own, other[..., : own.shape[-1]])
-    bytes_each = [sum(each.nbytes for each in large_states_of(optimizer, each)) / each.numel() for each in net]
-    assert bytes_each[:2] == [2 + 8 / 256] * 2
-    assert bytes_each[2:5] == [8] * 3
+    held = [sum(each.nbytes for each in states_of(optimizer, parameter)) for parameter in net]
+    assert held == [quantized_bytes(parameter.shape) for parameter in net], "what --estimate says"
+    assert held[0] == net[0].numel() * (2 + 2 * 4 / 256)
+    assert held[3] == net[3].numel() * 8
 
 
-def large_states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
     return [state for name, state in optimizer.state[parameter].items() if name != "step"]
 
 

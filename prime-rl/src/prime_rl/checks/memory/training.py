@@ -349,7 +349,7 @@ class Training:
         if self.optimizer == "adamw8bit":
             # Of adapters, at most as much as with 32 bits.
             shapes = self.shape.tensors.values() if self.model.lora is None else [(self.trained,)]
-            return sum(map(_quantized_states, shapes)) // self.shards
+            return sum(map(quantized_bytes, shapes)) // self.shards
         return self.gradients * STATES[self.optimizer]
 
     @cached_property
@@ -566,7 +566,7 @@ def _in_update(training: Training) -> Parts:
     return {**parts, "activations": 0, "logits": 0, "buffers": buffers}
 
 
-def _quantized_states(shape: Sequence[int]) -> int:
+def quantized_bytes(shape: Sequence[int]) -> int:
     """Bytes of both moments of a parameter in 8-bit AdamW, and of their scales."""
     columns = quantized_columns(shape)
     if columns is None:
