@@ -82,6 +82,14 @@ def test_the_named_change_fits(sft_toml: Path) -> None:
     assert (found["verdict"], found["change"]) == ("fits", None)
 
 
+def test_no_change_is_named_that_the_start_refuses(sft_toml: Path) -> None:
+    small = ("--gpus", "1", "--data.batch-size", "1", "--data.micro-batch-size", "1", "--data.seq-len", "2048")
+    words = ("sft", sft_toml, "--gpu", "80", "--model.ac.freq", "1", *small)
+    found = [answer("medarc_train", *words, "--optim.type", optim)["change"] for optim in ("adamw", "adamw8bit")]
+    # States of 8 bits stay on the GPU.
+    assert [each["set"] for each in found] == ["model.optim_cpu_offload = true", "model.lora.rank = 16"]
+
+
 def test_adapters_on_a_small_gpu_are_trained_on_weights_in_4_bits(sft_toml: Path) -> None:
     words = ("sft", sft_toml, "--gpu", "16", "--gpus", "1", "--model.lora.rank", "16", "--model.ac.freq", "1")
     small = ("--data.batch-size", "1", "--data.micro-batch-size", "1", "--data.seq-len", "2048")

@@ -317,7 +317,7 @@ class ModelConfig(BaseModelConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults(self._faults())
+        raise_faults(self.faults())
         if self.ac_offloading is not None and self.ac is None:
             derive(self, "ac_offloading needs checkpointing", ac=ActivationCheckpointConfig())
         chunk = self.fused_lm_head_chunk_size
@@ -326,7 +326,8 @@ class ModelConfig(BaseModelConfig):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
 
-    def _faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[str]:
+        """Which of the keys do not go together."""
         if self.trust_remote_code and self.impl == "custom":
             yield "trust_remote_code runs the model's own code, and impl = 'custom' ours: remove one"
         for name, size in (("cp", self.cp), ("tp", self.tp), ("ep", self.ep)):
@@ -348,7 +349,7 @@ class ModelConfig(BaseModelConfig):
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
         if self.quantization is not None:
-            yield from self.quantization_faults()
+            yield from self._quantization_faults()
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
@@ -365,8 +366,7 @@ class ModelConfig(BaseModelConfig):
         if self.trust_remote_code:
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 
-    def quantization_faults(self) -> Iterator[str]:
-        """Why `quantization` does not go with the other keys."""
+    def _quantization_faults(self) -> Iterator[str]:
         if self.lora is None:
             yield "quantization stores weights that are not trained: set [model.lora], or remove it"
         elif self.lora.use_dora:

@@ -17,6 +17,7 @@ from prime_rl.configs.model import (
     division_fault,
     product_of,
 )
+from prime_rl.configs.trainer import training_faults
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -67,6 +68,8 @@ def nearest_change(
             variant = start
             for change in combination:
                 variant = change.apply(variant)
+            if any(True for _ in _faults(variant.config)):
+                continue
             found = estimate(variant)
             text = ", ".join(change.text for change in combination)
             if found.verdict == "fits":
@@ -74,6 +77,13 @@ def nearest_change(
             if found.verdict == "tight" and (best is None or found.share < best[1].share):
                 best = text, found
     return best
+
+
+def _faults(config: Any) -> Iterator[str]:
+    """Why a changed config is refused."""
+    trainer = getattr(config, "trainer", config)
+    yield from trainer.model.faults()
+    yield from training_faults(trainer)
 
 
 def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
@@ -154,8 +164,7 @@ def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
 
 def _quantizing(model: ModelConfig, path: str) -> Iterator[Change]:
     """Frozen weights in 4 bits, and adapters if there are none."""
-    quantized = model.model_copy(update={"lora": model.lora or LoRAConfig(), "quantization": _NF4})
-    if model.quantization is None and not list(quantized.quantization_faults()):
+    if model.quantization is None:
         with_lora = "" if model.lora is not None else f"{path}.lora.rank = 16, "
         text = f'{with_lora}{path}.quantization.type = "nf4"'
         yield Change(f"{path}.lora", text, lambda run: _with(run, path, _quantized(run, path)))
