@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.checks import start_faults
+from prime_rl.checks import NotInstalled, start_faults
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import SFTConfig
@@ -50,7 +50,7 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path) -> None:
         model_section = {"name": str(folders / model), **sizes}
         return start_faults(SFTConfig.model_validate({"model": model_section, "data": rows, "device": "cpu", **values}))
 
-    def rl(model: str, *, sizes: dict[str, int] | None = None, **trainer: Any) -> list[str]:
+    def rl(model: str, *, sizes: dict[str, Any] | None = None, **trainer: Any) -> list[str]:
         values = {
             "model": {"name": str(folders / model)},
             "trainer": {"model": sizes or {}, **trainer},
@@ -65,10 +65,18 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path) -> None:
         return start_faults(RewardModelConfig.model_validate({"model": section, "data": rows, "device": "cpu"}))
 
     dense, two_gpus = str(folders / "dense"), {"type": "single_node", "num_gpus": 2}
+    in_4_bits: dict[str, Any] = {"lora": {}, "quantization": "nf4"}
+    mixture = str(folders / "mixture")
     teacher, critic = {"distillation": {"teacher": dense}}, {"critic": {"name": dense}}
     few = "the tokenizer has token ids up to 2, but model.name = {} has embeddings for 0..1"
     assert sft("dense", **teacher) == []
     assert rl("dense", critic={}) == []
+    # Bitsandbytes may not be installed here.
+    for faults in (
+        sft("dense", sizes=in_4_bits, distillation={"teacher": mixture}),
+        rl("dense", sizes=in_4_bits, critic={"name": mixture}),
+    ):
+        assert [fault for fault in faults if not isinstance(fault, NotInstalled)] == []
     assert rl("dense") == rl("small") == [], "RL without demonstrations tokenizes nothing"
     for faults, wanted in (
         (

@@ -45,9 +45,9 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     `is_scored`: it is to have one value for each token, as critics and reward models do.
     """
     description = describe(name, start)
-    other = model.model_copy(
-        update={"name": name, "debug": DebugModelConfig(), "vision": None, "router_aux_loss_coef": 0.0}
-    )
+    # A critic is stored as the trained model is.
+    of_trained = {"vision": None, "router_aux_loss_coef": 0.0} | ({} if is_scored else {"quantization": None})
+    other = model.model_copy(update={"name": name, "debug": DebugModelConfig(), **of_trained})
     return trained_model_fault(other, start) or (description.scoring_fault() if description and is_scored else None)
 
 

@@ -206,7 +206,10 @@ def _critic_faults(trainer: TrainerConfig, start: StartDir) -> Iterator[str]:
     assert trainer.critic is not None
     if (name := trainer.critic.name) is not None:
         ours = trainer.tokenizer.name or trainer.model.name
-        fault = other_model_fault(name, trainer.model, start, is_scored=True)
+        # Weights that are all trained are not stored in 4 bits.
+        quantization = None if trainer.critic.lora is None else trainer.model.quantization
+        model = trainer.model.model_copy(update={"quantization": quantization})
+        fault = other_model_fault(name, model, start, is_scored=True)
         yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start, fault)
         return
     description = describe(trainer.model.name, start)
