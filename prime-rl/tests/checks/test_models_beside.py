@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def folders(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path) -> None:
+def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"name": str(folders / "rows.jsonl"), "seq_len": 8}
 
     def sft(model: str, **values: Any) -> list[str]:
@@ -71,12 +72,19 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path) -> None:
     few = "the tokenizer has token ids up to 2, but model.name = {} has embeddings for 0..1"
     assert sft("dense", **teacher) == []
     assert rl("dense", critic={}) == []
-    # Bitsandbytes may not be installed here.
-    for faults in (
-        sft("dense", sizes=in_4_bits, distillation={"teacher": mixture}),
-        rl("dense", sizes=in_4_bits, critic={"name": mixture}),
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
+    in_8_bits: dict[str, Any] = {"optim": {"type": "adamw8bit"}}
+    for faults, lacking in (
+        (sft("dense", sizes=in_4_bits, distillation={"teacher": mixture}), ["model.quantization needs"]),
+        (rl("dense", sizes=in_4_bits, critic={"name": mixture}), ["trainer.model.quantization needs"]),
+        (sft("dense", **in_8_bits), ["optim.type = 'adamw8bit' needs"]),
+        (
+            rl("dense", **in_8_bits, critic=in_8_bits),
+            ["trainer.optim.type = 'adamw8bit' needs", "trainer.critic.optim.type = 'adamw8bit' needs"],
+        ),
     ):
-        assert [fault for fault in faults if not isinstance(fault, NotInstalled)] == []
+        assert all(isinstance(fault, NotInstalled) for fault in faults)
+        assert [fault.partition(" the package bitsandbytes: install it with ")[0] for fault in faults] == lacking
     assert rl("dense") == rl("small") == [], "RL without demonstrations tokenizes nothing"
     for faults, wanted in (
         (

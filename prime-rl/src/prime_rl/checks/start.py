@@ -236,7 +236,7 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.engines import engine_faults
 
     trainer, server = config.trainer, config.inference
-    yield from _run_faults(config.output_dir, trainer, start)
+    yield from _run_faults(config.output_dir, trainer, start, "trainer.")
     run = RunPaths(start.find(config.output_dir))
     yield from counterpart_faults(trainer.ckpt, run)
     yield from changed_key_faults(trainer.ckpt, run, compared_configs(config))
@@ -377,14 +377,15 @@ _FAULTS: Mapping[str, Callable[[Any, StartDir], Iterator[str]]] = {
 """By `component`, which also names the class of the config."""
 
 
-def _run_faults(output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir) -> Iterator[str]:
-    """Faults of the run's directory and the machine that stop either trainer."""
+def _run_faults(
+    output_dir: Path, trainer: SFTConfig | TrainerConfig, start: StartDir, place: str = ""
+) -> Iterator[str]:
+    """Faults of the run's directory and the machine that stop either trainer. Its keys are at `place`."""
     from prime_rl.checks.packages import monitor_faults, optimizer_fault
 
     yield from monitor_faults(trainer.monitor, start)
-    critic = getattr(trainer, "critic", None)
-    for key, optim in (("optim", trainer.optim), ("critic.optim", None if critic is None else critic.optim)):
-        if optim is not None and (fault := optimizer_fault(key, optim, start)):
+    for name, section in (("optim", trainer), ("critic.optim", getattr(trainer, "critic", None))):
+        if section is not None and (fault := optimizer_fault(f"{place}{name}", section.optim, start)):
             yield fault
     yield from _output_faults(output_dir, start)
     yield from latest_step_faults(trainer.ckpt, trainer.max_steps, RunPaths(start.find(output_dir)))
