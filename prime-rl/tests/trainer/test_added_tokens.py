@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from rich.console import Console
 from torch import Tensor
 
+from prime_rl.checks import start_faults
 from prime_rl.checks.model_files import adapter_faults
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.sft import SFTConfig
@@ -22,6 +26,7 @@ from prime_rl.inference.embedded.engine.model import load_model
 from prime_rl.inference.embedded.engine.weights import load_weights, read_weights
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.rl.run import train
+from prime_rl.trainer.sft.preflight import preflight
 from prime_rl.trainer.sft.run import run
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
@@ -127,7 +132,10 @@ def run_rl(out: Path, model: Path, **settings: Any) -> None:
     setup_batch_sender(FileSystemTransportConfig(), RunPaths(out).orchestrator).send(batch())
     fixed = {"device": "cpu", "parity": {"on_mismatch": "off"}, "optim": {"lr": 1e-2}, "max_steps": 1}
     model_config = {"name": str(model), "attn": "sdpa", "seq_len": 128, **settings}
-    with pytest.warns(ConfigWarning, match="engines take adapters of linear layers alone, so they get whole weights"):
+    with pytest.warns(
+        ConfigWarning,
+        match="engines take plain adapters of linear layers of model.name alone",
+    ):
         config = TrainerConfig(output_dir=out, model=model_config, **fixed)
     train(config, RunPaths(out))
 
@@ -167,3 +175,32 @@ def test_without_a_way_to_train_them_added_tokens_are_one_line(tiny_model_dir: P
         evaluated = {"eval": {"env": [{"id": "reverse-text"}]}, "data": {"seq_len": 64}} if config is SFTConfig else {}
         with pytest.raises((ValueError, ConfigError), match=fault), warnings.catch_warnings():
             config(model={"name": str(tiny_model_dir)}, output_dir=tmp_path, **tokens, **evaluated)
+
+
+def test_a_special_token_without_embedding_stops_only_rows_that_hold_it(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 3's models for text have the token of images in their tokenizer, and no embedding for it."""
+    start, data = tmp_path / "start", tmp_path / "data.jsonl"
+    tokenizer = tf.AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = tf.AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    beyond = [f"<image{number}>" for number in range(model.config.vocab_size)]
+    tokenizer.add_special_tokens({"additional_special_tokens": beyond})
+    for each in (model, tokenizer):
+        each.save_pretrained(start)
+    table = {
+        "device": "cpu",
+        "max_steps": 1,
+        "model": {"name": str(start), "attn": "sdpa"},
+        "data": {"name": str(data), "batch_size": 1, "micro_batch_size": 1, "seq_len": 64},
+    }
+    for number, (word, is_good) in enumerate({"heart": True, f"a heart {beyond[-1]}": False}.items()):
+        data.write_text(json.dumps({"prompt": word, "completion": "beats"}) + "\n")
+        config = SFTConfig.model_validate(table | {"output_dir": str(tmp_path / str(number))})
+        assert start_faults(config) == []
+        for start_of in (lambda config: preflight(config, Console(file=io.StringIO())), run):
+            with nullcontext() if is_good else pytest.raises(SystemExit):
+                start_of(config)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "ERROR" in line]
+    assert len(lines) == 2, lines
+    assert all(f"data.jsonl:1: a text holds {beyond[-1]}, for which the model has no emb" in line for line in lines)

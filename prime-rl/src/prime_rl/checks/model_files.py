@@ -168,7 +168,8 @@ def tokenizer_faults(
     `reads_rows`: the trainer tokenizes rows with it, for which the model needs an embedding of each token.
     """
     name = config.name or model.name
-    description, texts = describe(model.name, start), _texts_by_id(_local_folder(name, start)) if reads_rows else {}
+    description = describe(model.name, start)
+    texts = _texts_by_id(_local_folder(name, start), are_special=False) if reads_rows else {}
     held = None if description is None else description.setting("vocab_size")
     if texts and held and not config.add_tokens and (fault := embeddings_fault(model.name, held, max(texts) + 1)):
         yield fault
@@ -280,8 +281,9 @@ def _local_folder(name: str, start: StartDir) -> Path | None:
     return folder if folder.is_dir() else snapshot_in_cache(name, default_hub_cache())
 
 
-def _texts_by_id(folder: Path | None) -> dict[int, str]:
-    """The tokens of a `tokenizer.json`; empty if it is missing or damaged, which is reported when it is loaded."""
+def _texts_by_id(folder: Path | None, *, are_special: bool = True) -> dict[int, str]:
+    """The tokens of a `tokenizer.json`, special ones too if `are_special`; empty if it is missing or damaged, which is
+    reported when it is loaded."""
     try:
         tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) if folder is not None else {}
         tokens = tokenizer.get("model", {}).get("vocab", {})
@@ -291,7 +293,12 @@ def _texts_by_id(folder: Path | None) -> dict[int, str]:
             if isinstance(tokens, dict)
             else dict(enumerate(text for text, _ in tokens))
         )
-        return texts | {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+        for each in tokenizer.get("added_tokens", []):
+            if are_special or not each.get("special"):
+                texts[each["id"]] = each["content"]
+            else:
+                texts.pop(each["id"], None)
+        return texts
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 

@@ -72,7 +72,7 @@ def test_value_and_gradient_of_demonstrations_are_those_of_the_papers(tiny_model
                 "loss": kind,
             }
         )
-        ours, same = (setup_demonstrations(config, tokenizer, mesh, None, None) for _ in range(2))
+        ours, same = (setup_demonstrations(config, tokenizer, mesh, None, None, len(tokenizer)) for _ in range(2))
         ours.accumulate(model, step=2)
         (found,) = [ours.metrics(2)]
         expected = loss_of_papers(exact, [next(same.rows) for _ in range(3)], kind)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import AddedToken, AutoTokenizer, dynamic_module_utils
+from transformers import AddedToken, AutoConfig, AutoTokenizer, dynamic_module_utils
 
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.model_files import embeddings_fault
@@ -50,14 +50,35 @@ def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def embeddings_held(config: ModelConfig, tokens: TokenizerConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many ids, from 0 on, have an embedding in the model of a run.
+
+    Raises:
+        ModelError: there is no model config at `config.name`.
+    """
+    if tokens.add_tokens:  # the model gets as many
+        return embeddings_needed(tokenizer)
+    try:
+        with loading_code(config.trust_remote_code):
+            found = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(load_error("model.name", config.name, error)) from error
+    held: int = found.get_text_config().vocab_size
+    return held
+
+
 def check_embeddings(config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that `model`, that of `config`, has an embedding for each token of rows.
+    """Check that `model`, that of `config`, has an embedding for each token of texts.
+
+    Special tokens may lie beyond, as the one for images does in Gemma 3's models for text: rows that hold one are bad.
 
     Raises:
         ModelError: the tokenizer has more tokens.
     """
     held = model.config.get_text_config().vocab_size
-    if fault := embeddings_fault(config.name, held, embeddings_needed(tokenizer)):
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    needed = max(number for number in tokenizer.get_vocab().values() if number not in special) + 1
+    if fault := embeddings_fault(config.name, held, needed):
         raise ModelError(fault)
 
 

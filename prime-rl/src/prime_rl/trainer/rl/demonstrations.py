@@ -73,6 +73,7 @@ def setup_demonstrations(
     mesh: Mesh,
     checkpoints: CheckpointManager | None,
     resume_step: int | None,
+    embeddings: int,
 ) -> Demonstrations:
     """Open the rows and inspect the first ones.
 
@@ -81,6 +82,6 @@ def setup_demonstrations(
         ResumeRefused: the checkpoint was trained on other rows.
     """
     identified = identify_data(config.data, tokenizer, checkpoints, resume_step)
-    rows = setup_rows(identified.config, tokenizer, len(tokenizer), mesh.data_axis)
+    rows = setup_rows(identified.config, tokenizer, embeddings, mesh.data_axis)
     check_first_rows(rows, tokenizer, mesh.process, show=False)
     return Demonstrations(config, identified, rows, mesh)

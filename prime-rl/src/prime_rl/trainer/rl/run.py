@@ -42,7 +42,7 @@ from prime_rl.trainer.model.build import (
     setup_frozen,
     setup_model,
 )
-from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_held, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak, published_peak, speed_fields
@@ -493,7 +493,14 @@ def setup_components(
     demonstrations = (
         None
         if config.demonstrations is None
-        else setup_demonstrations(config.demonstrations, tokenizer, mesh, checkpoints, resume_step)
+        else setup_demonstrations(
+            config.demonstrations,
+            tokenizer,
+            mesh,
+            checkpoints,
+            resume_step,
+            embeddings_held(config.model, config.tokenizer, tokenizer),
+        )
     )
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)

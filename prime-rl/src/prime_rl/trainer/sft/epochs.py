@@ -7,7 +7,7 @@ import torch.distributed as dist
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.model.images import setup_images
-from prime_rl.trainer.model.tokenizer import setup_tokenizer
+from prime_rl.trainer.model.tokenizer import embeddings_held, setup_tokenizer
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.sft.data.examination import examine, made_rows, steps_of, steps_per_epoch
@@ -43,7 +43,8 @@ def _count(config: SFTConfig) -> int:
     assert isinstance(config.data, SFTDataConfig), "num_epochs is refused for other data"
     entries = setup_entries(config.data)
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
-    make = SampleMaker(config.data, tokenizer, images=setup_images(config.model, tokenizer))
+    held = embeddings_held(config.model, config.tokenizer, tokenizer)
+    make = SampleMaker(config.data, tokenizer, images=setup_images(config.model, tokenizer), embeddings=held)
     found = examine(made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS), entries.row_count, config.data)
     if found.packed_rows == 0:
         raise DataError("num_epochs: the data has no row that can be trained on")

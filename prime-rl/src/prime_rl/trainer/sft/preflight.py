@@ -112,12 +112,13 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
         say(f"{title}: loading the tokenizer of {config.tokenizer.name or config.model.name}")
         # This import takes seconds. Faults of the data are found before it.
         from prime_rl.trainer.model.images import setup_images
-        from prime_rl.trainer.model.tokenizer import setup_tokenizer
+        from prime_rl.trainer.model.tokenizer import embeddings_held, setup_tokenizer
 
         tokenizer = setup_tokenizer(config.tokenizer, config.model)
         images = setup_images(config.model, tokenizer)
         faults = BadRows()
-        make = faults.collecting(SampleMaker(data, tokenizer, images=images))
+        held = embeddings_held(config.model, config.tokenizer, tokenizer)
+        make = faults.collecting(SampleMaker(data, tokenizer, images=images, embeddings=held))
         rows = made_rows(entries, make, _MAX_ROWS, _MAX_TOKENS)
         found = examine(_counted(rows, f"{title}: tokenized", entries.row_count, say), entries.row_count, data)
         if lines := faults.lines():

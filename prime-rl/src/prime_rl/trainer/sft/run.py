@@ -27,7 +27,7 @@ from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
 from prime_rl.trainer.model.images import Images, setup_images
-from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_needed, setup_tokenizer
+from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_held, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
 from prime_rl.trainer.perf import Performance, known_peak
@@ -129,6 +129,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     )
     resume_step = checkpoints.resume_step() if checkpoints is not None else None
     tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    held = embeddings_held(config.model, config.tokenizer, tokenizer)
     images = setup_images(config.model, tokenizer)
     identified = identify_data(config.data, tokenizer, checkpoints, resume_step, images)
     data = identified.config
@@ -136,7 +137,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         check_changes(changes_since(paths, resume_step, {config.component: as_written(config)}), process)
     objective = objective_of(config, data, images)
     of_validation = None if config.val is None else objective_of(config, config.val.data, images, is_validation=True)
-    rows = setup_rows(data, tokenizer, len(tokenizer), data_axis, images)
+    # Generated rows have tokens that the tokenizer has, too.
+    known = held if isinstance(data, SFTDataConfig) else min(held, len(tokenizer))
+    rows = setup_rows(data, tokenizer, known, data_axis, images)
     loss = config.loss if isinstance(config, DPOConfig) else None
     first = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
     if images is not None and process.is_main:
@@ -147,9 +150,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
             get_logger().warning(TRAINED_VALIDATION)
         today = data.template_date if isinstance(data, SFTDataConfig) else None
         of_val = config.val.data.model_copy(update={"template_date": today})
-        validation = Validation(of_val, tokenizer, mesh, of_validation, images)
+        validation = Validation(of_val, tokenizer, mesh, of_validation, images, held)
     reference = None
-    of_val_rows = None if validation is None else DatasetStream(validation.config, tokenizer, data_axis, images)
+    of_val_rows = None if validation is None else DatasetStream(validation.config, tokenizer, data_axis, images, held)
     compared = [
         (each, stream)
         for each, stream in ((objective, rows.stream), (of_validation, of_val_rows))
@@ -162,7 +165,7 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         reference = Reference(config, compared, tokenizer, mesh, kept_in)
         reference.find(is_resumed=resume_step is not None)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
-    embeddings = embeddings_needed(tokenizer) if config.tokenizer.add_tokens else 0
+    embeddings = held if config.tokenizer.add_tokens else 0
     is_scored = isinstance(objective, Ranking)
     if isinstance(objective, Distilled):
         teacher = objective.config.teacher

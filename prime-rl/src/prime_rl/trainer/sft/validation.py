@@ -38,8 +38,9 @@ class Validation:
         mesh: Mesh,
         objective: Objective,
         images: Images | None = None,
+        embeddings: int | None = None,
     ) -> None:
-        """Tokenize and pack the dataset.
+        """Tokenize and pack the dataset, whose tokens are among the model's `embeddings`.
 
         Raises:
             DataError: the dataset is missing, or too many of its rows have no trained token.
@@ -49,7 +50,9 @@ class Validation:
         self.objective = objective
         self.data_axis = mesh.data_axis
         self._mesh = mesh
-        samples = _first_epoch(packed_whole(config), tokenizer, mesh.process.is_main, images)
+        axis = DataAxis(data_rank=0, data_size=1)
+        stream = DatasetStream(packed_whole(config), tokenizer, axis, images, embeddings)
+        samples = _first_epoch(stream, mesh.process.is_main)
         rows = packed(samples, config)
         self._sizes = sizes_of(rows, objective)
         trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
@@ -93,11 +96,9 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.reshard()
 
 
-def _first_epoch(
-    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, tells: bool, images: Images | None
-) -> list[Sample]:
+def _first_epoch(stream: DatasetStream, tells: bool) -> list[Sample]:
     """Every row that can be trained on. `tells` logs what was left out."""
-    stream = DatasetStream(config, tokenizer, DataAxis(data_rank=0, data_size=1), images)
+    config = stream.config
     faults = BadRows()
     made = list(stream.first_ones(stream.row_count, faults))
     faults.refuse(config.section)

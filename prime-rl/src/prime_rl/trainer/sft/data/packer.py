@@ -333,20 +333,21 @@ def _rows_from_bytes(rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> list[list
 def setup_rows(
     config: SFTDataConfig | FakeDataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
+    embeddings: int,
     data_axis: DataAxis,
     images: Images | None = None,
 ) -> PackedRows:
-    """Open the data and return this data rank's rows of `row_tokens`. `images` reads the images of the data.
+    """Open the data and return this data rank's rows of `row_tokens`, whose tokens are among the model's `embeddings`.
+    `images` reads the images of the data.
 
     Raises:
         DataError: the dataset is missing or has no conversations.
     """
     stream: SampleStream
     if isinstance(config, FakeDataConfig):
-        stream = FakeStream(config, vocab_size, data_axis)
+        stream = FakeStream(config, embeddings, data_axis)
     else:
-        stream = DatasetStream(config, tokenizer, data_axis, images)
+        stream = DatasetStream(config, tokenizer, data_axis, images, embeddings)
     return PackedRows(stream, config, data_axis)
 
 

@@ -149,7 +149,9 @@ class SampleMaker:
         tokenizer: PreTrainedTokenizerBase,
         max_row_s: float = MAX_RENDER_S,
         images: Images | None = None,
+        embeddings: int | None = None,
     ) -> None:
+        """`embeddings`: ids from here on are not in the model, and rows with one are bad. None checks none."""
         if (fault := length_fault(config, config.section)) is not None:
             raise DataError(fault)
         self.config = config
@@ -163,6 +165,9 @@ class SampleMaker:
             config.template_date,
             images,
         )
+        self._tokenizer = tokenizer
+        self._embeddings = embeddings
+        self._image_id = None if images is None else images.token_id
         self._special_ids = frozenset(special_ids(tokenizer))
         self._are_scored = config.holds == "scored pairs"
         self._padding_id = padding_id(tokenizer) if self._are_scored else None
@@ -241,12 +246,24 @@ class SampleMaker:
     def _sequences(self, row: Row) -> tuple[TokenizedSample, ...]:
         """The sequences that a row makes: one, or in preferences one for each answer."""
         if self.config.holds == "samples":
-            return (self._tokenize(row),)
+            return (self._checked(self._tokenize(row)),)
         try:
             sides = sides_of(row) if self.config.holds_pairs else [side for side, _ in labelled_of(row)]
         except RowFault as fault:
             raise BadRow(str(fault)) from fault
-        return tuple(self._tokenize(side) for side in sides)
+        return tuple(self._checked(self._tokenize(side)) for side in sides)
+
+    def _checked(self, sample: TokenizedSample) -> TokenizedSample:
+        """The sample, if the model has an embedding for each of its tokens; those of images need none."""
+        if self._embeddings is not None:
+            beyond = sample.token_ids[sample.token_ids >= self._embeddings].tolist()
+            if unknown := next((each for each in beyond if each != self._image_id), None):
+                token = self._tokenizer.convert_ids_to_tokens(unknown)
+                raise BadRow(
+                    f"a text holds {token}, for which the model has no embedding: remove it, or list it in "
+                    "tokenizer.add_tokens of SFT"
+                )
+        return sample
 
     def _mismatched(self, entry: Entry, sequence: TokenizedSample, side: int) -> TokenizedSample | None:
         """A row's prompt with the answer of another row, if the loss needs it: the row before it, unless that has the
@@ -391,6 +408,7 @@ class DatasetStream:
         tokenizer: PreTrainedTokenizerBase,
         data_axis: DataAxis,
         images: Images | None = None,
+        embeddings: int | None = None,
     ) -> None:
         self.config = config
         self.data_axis = data_axis
@@ -398,7 +416,7 @@ class DatasetStream:
         self.counts = SampleCounts()
         self.drawn: list[str] = []
         self._places = Places(data_axis)
-        self._make = SampleMaker(config, tokenizer, images=images)
+        self._make = SampleMaker(config, tokenizer, images=images, embeddings=embeddings)
         self._cache: dict[int, Made] = {}
         self._cached_tokens = 0
         self._warned: set[int] = set()
