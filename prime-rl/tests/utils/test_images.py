@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prime_rl.utils.images import ImageFault, ImageLimits, read_image
+from prime_rl.utils.images import ImageFault, ImageLimits, located, read_image
 
 LIMITS = ImageLimits(max_pixels=10_000, max_bytes=200_000)
 RED, BLUE = (200, 30, 20), (10, 40, 220)
@@ -172,11 +172,14 @@ def test_one_image_is_the_same_from_every_source(tmp_path: Path) -> None:
     path = tmp_path / "an image.jpg"  # the suffix is wrong
     path.write_bytes(content)
     (tmp_path / "link.png").symlink_to(path)
+    (tmp_path / "rows" / "CT:7.png").write_bytes(content)
     sources = [
         "../an image.jpg",
         "../link.png",
         str(path),
         path.as_uri(),
+        "CT:7.png",
+        "file:CT%3A7.png",
         content,
         memoryview(content),
         {"bytes": content, "path": "no.png"},
@@ -185,6 +188,9 @@ def test_one_image_is_the_same_from_every_source(tmp_path: Path) -> None:
     ]
     for source in sources:
         assert read_image(source, tmp_path / "rows", LIMITS).tobytes() == shapes().tobytes()
+        # Training reads it again, and does not know the folder.
+        assert read_image(located(source, tmp_path / "rows"), Path(), LIMITS).tobytes() == shapes().tobytes()
+    assert located("s3://bucket/a.png", tmp_path) == "s3://bucket/a.png"
     got = read_image("s3://bucket/a.png", tmp_path, LIMITS, fetch=lambda name, max_bytes: path)
     assert got.tobytes() == shapes().tobytes()
 
@@ -306,9 +312,13 @@ def test_dicom_is_shown_as_the_file_says(tmp_path: Path) -> None:
     image = read_image(dicom(colours, PixelData=encapsulate([jpeg]), **held), tmp_path, LIMITS)
     expected = np.asarray(Image.open(io.BytesIO(jpeg))).astype(int)
     assert np.abs(np.asarray(image).astype(int) - expected).max() <= 2
-    bomb = encapsulate([saved(Image.new("RGB", (400, 20)), "JPEG")])
-    with pytest.raises(ImageFault, match="its DICOM and the compressed image in it have different sizes"):
-        read_image(dicom(colours, PixelData=bomb, **held), tmp_path, LIMITS)
+    bombs = {
+        "its DICOM and the compressed image in it have different sizes": saved(Image.new("RGB", (400, 20)), "JPEG"),
+        "its JPEG has .* scans, and at most 500 of its size are decoded": with_scans(600),
+    }
+    for fault, bomb in bombs.items():
+        with pytest.raises(ImageFault, match=fault):
+            read_image(dicom(colours, PixelData=encapsulate([bomb]), **held), tmp_path, LIMITS)
 
 
 def test_a_broken_dicom_is_one_line_without_a_name(
@@ -322,6 +332,7 @@ def test_a_broken_dicom_is_one_line_without_a_name(
         "cut": (whole[:-4], "its DICOM is damaged or not supported (ValueError)"),
         "of_elements": (whole[:160], "its DICOM has no pixels, as a report has none"),
         "bomb": (dicom(STORED, Rows=60_000, Columns=60_000), "60,000 x 60,000 pixels are more than 10,000"),
+        "long": (dicom(np.zeros((1000, 1), np.int16)), "1 x 1,000 pixels: one side may be 200 times the other"),
         "film": (dicom(STORED, NumberOfFrames=30), "its DICOM has several frames"),
         "palette": (
             dicom(STORED, PhotometricInterpretation="PALETTE COLOR"),

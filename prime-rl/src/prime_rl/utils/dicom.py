@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.utils.images import ImageFault
+from prime_rl.utils.images import ImageFault, check_scans, check_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,8 +81,7 @@ def _check(dataset: Any, max_pixels: int) -> None:
     if "PixelData" not in dataset:
         raise ImageFault("its DICOM has no pixels, as a report has none")
     rows, columns = int(dataset.Rows), int(dataset.Columns)
-    if rows * columns > max_pixels:
-        raise ImageFault(f"{columns:,} x {rows:,} pixels are more than {max_pixels:,}: make it smaller")
+    check_size((columns, rows), max_pixels)
     if int(dataset.get("NumberOfFrames") or 1) != 1:
         raise ImageFault("its DICOM has several frames: write the one that is meant to a file of its own")
     kind = str(dataset.PhotometricInterpretation)
@@ -108,7 +107,7 @@ def _check(dataset: Any, max_pixels: int) -> None:
 
 
 def _check_jpeg(dataset: Any, size: tuple[int, int]) -> None:
-    """The size in the compressed frame is another claim than that in the file's header."""
+    """The compressed frame claims a size of its own, and may hold scans without end."""
     from PIL import Image as images
     from pydicom.encaps import get_frame
 
@@ -116,6 +115,8 @@ def _check_jpeg(dataset: Any, size: tuple[int, int]) -> None:
     with images.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000")) as image:
         if image.size != size:
             raise ImageFault("its DICOM and the compressed image in it have different sizes")
+        if image.format == "JPEG":
+            check_scans(frame, size)
 
 
 def _image(dataset: Any) -> Image:

@@ -130,18 +130,29 @@ def decoded_image(content: bytes, limits: ImageLimits) -> Image:
 
 def _check_header(image: Image, content: bytes, limits: ImageLimits) -> None:
     """Refuse by what the header says, before a pixel is decoded."""
-    width, height = image.size
-    if width * height > limits.max_pixels:
-        raise ImageFault(f"{width:,} x {height:,} pixels are more than {limits.max_pixels:,}: make it smaller")
-    if max(width, height) > _MOST_SIDES_RATIO * max(1, min(width, height)):
-        raise ImageFault(f"{width:,} x {height:,} pixels: one side may be {_MOST_SIDES_RATIO} times the other: cut it")
+    check_size(image.size, limits.max_pixels)
     # A phone's JPEG may hold a second picture, which Pillow calls MPO.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         what = "pages" if image.format == "TIFF" else "frames"
         raise ImageFault(f"it has several {what}: write the one that is meant to a file of its own")
+    if image.format in ("JPEG", "MPO"):
+        check_scans(content, image.size)
+
+
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
+    """Raises ImageFault if an image has too many pixels, or one side is too long for the other."""
+    width, height = size
+    if width * height > max_pixels:
+        raise ImageFault(f"{width:,} x {height:,} pixels are more than {max_pixels:,}: make it smaller")
+    if max(width, height) > _MOST_SIDES_RATIO * max(1, min(width, height)):
+        raise ImageFault(f"{width:,} x {height:,} pixels: one side may be {_MOST_SIDES_RATIO} times the other: cut it")
+
+
+def check_scans(jpeg: bytes, size: tuple[int, int]) -> None:
+    """Raises ImageFault if a JPEG of this size has too many scans to be decoded in seconds."""
     # In a JPEG's data, FF is followed by 00: DA after it begins a scan.
-    scans = content.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
-    if scans > (most := min(MOST_SCANS, _MOST_SCANNED // (width * height))):
+    scans, most = jpeg.count(b"\xff\xda"), min(MOST_SCANS, _MOST_SCANNED // (size[0] * size[1]))
+    if scans > most:
         raise ImageFault(f"its JPEG has {scans:,} scans, and at most {most} of its size are decoded: save it again")
 
 
@@ -294,18 +305,36 @@ def _content(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None
         return "the image's bytes", bytes(source)
     if not isinstance(source, str):
         raise ImageFault(f"the image is a {type(source).__name__}: expected a path, bytes or a data URL")
-    scheme = source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
+    scheme = _scheme(source)
     if scheme == "data":
         return "the image's data URL", _of_data_url(source, limits)
     if scheme in ("http", "https"):
         raise ImageFault(f"{_shown(source)}: images are not fetched from the web: download it, and name the file")
     if scheme == "s3":
         return _shown(source), _read(_fetched(source, limits, fetch), _shown(source), limits)
-    if scheme == "file":
-        source = unquote(urlsplit(source).path)
+    source = _path_in(source)
     if not source.strip():
         raise ImageFault("the image's path is empty")
     return _shown(source), _read(folder / source, _shown(source), limits)
+
+
+def located(source: Any, folder: Path) -> str | bytes:
+    """A source that `read_image` has read from `folder`, for a reader that does not know the folder."""
+    if isinstance(source, Mapping):  # as `datasets` stores images
+        source = source["path"] if source.get("bytes") is None else source["bytes"]
+    if not isinstance(source, str):
+        return bytes(source)
+    return source if _scheme(source) in ("data", "s3") else str((folder / _path_in(source)).absolute())
+
+
+def _scheme(source: str) -> str:
+    """What stands before the first colon, if it may be the scheme of a URL. A file's name may have colons too."""
+    return source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
+
+
+def _path_in(source: str) -> str:
+    """The path that a source without a scheme is, or that a `file:` URL names."""
+    return unquote(urlsplit(source).path) if _scheme(source) == "file" else source
 
 
 def _shown(source: str) -> str:

@@ -22,7 +22,7 @@ from prime_rl.configs.model import ModelConfig
 from prime_rl.run.contact_sheet import SmallPicture
 from prime_rl.storage.staging import StoredImages
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
-from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, read_image, thumbnail
+from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, located, read_image, thumbnail
 from prime_rl.utils.logger import count_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Images:
             except ImageFault as fault:
                 raise BadRow(f"image {number}: {fault}") from fault
             written, features = self.family.expand(self.processor, self.config, (image.height, image.width))
-            images.append(SampleImage(_located(source, folder), features))
+            images.append(SampleImage(located(source, folder), features))
             expanded += [written, behind]
             at += len(mark)
             grown.append((at, grown[-1][1] + len(written) - len(mark)))
@@ -268,15 +268,6 @@ def _rope_positions(is_image_T: np.ndarray, grids: Sequence[Sequence[int]]) -> n
         positions[:, begin:end] = start + grid[:, :count]
         start += max(rows, columns)
     return positions
-
-
-def _located(source: Any, folder: Path) -> str | bytes:
-    """Where an image is for a process that does not know the folder of the data file."""
-    if isinstance(source, Mapping):  # as `datasets` stores images
-        source = source["path"] if source.get("bytes") is None else source["bytes"]
-    if isinstance(source, str):
-        return source if ":" in source[:8] else str((folder / source).absolute())
-    return bytes(source)
 
 
 def setup_images(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Images | None:
