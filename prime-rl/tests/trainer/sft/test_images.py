@@ -156,9 +156,12 @@ def test_a_preflight_tells_each_broken_image_by_its_line_and_counts_the_others(
     ]
     data = tmp_path / "data" / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = tmp_path / "data" / "text.jsonl"
+    text.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, answer], "scan": "whole.png"}) + "\n")
     config: dict[str, Any] = {
         "model": {"name": str(start), "vision": {"max_pixels": 10_000}},
         "data": {"name": str(data), "seq_len": 256, "batch_size": 2, "shuffle": False},
+        "val": {"interval": 1, "data": {"name": str(text), "seq_len": 256}},
     }
 
     def preflight(**keys: Any) -> subprocess.CompletedProcess[str]:
@@ -177,6 +180,7 @@ def test_a_preflight_tells_each_broken_image_by_its_line_and_counts_the_others(
     figures = {" ".join(line.split()) for line in skipped.stdout.splitlines()}
     assert figures >= {"images per epoch 1", "tokens of an image 20 on average"}
     assert f"warning: {len(rows) - 1} of {len(rows)} rows are skipped" in skipped.stdout
+    assert "warning: [model.vision] is set, and no row has an image: val.data.columns.images names" in skipped.stdout
 
 
 def exports(*runs: Path) -> list[Path]:

@@ -29,6 +29,7 @@ from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.examination import (
     Examination,
     examine,
+    image_worries,
     label_worries,
     made_rows,
     packed_whole,
@@ -139,11 +140,11 @@ def _inspected(title: str, data: DataConfig, config: SFTConfig, console: Console
     for number, sample in enumerate(found.shown, start=1):
         console.print(Text(f"\nSample {number}: {sample.inputs} tokens, {sample.targets} trained", style="bold"))
         console.print(rendered(sample, tokenizer, in_colour=console.is_terminal))
-    of_training: list[str] = []
+    others = [] if images is None else [*image_worries(found, data)]
     if data is config.data:
         loss = config.loss if isinstance(config, DPOConfig) and config.loss.is_unpaired else None
-        of_training = [*(() if loss is None else label_worries(found, loss)), *repeats(found, data)]
-    return _verdict(title, found, data, console, of_training)
+        others += [*(() if loss is None else label_worries(found, loss)), *repeats(found, data)]
+    return _verdict(title, found, data, console, others)
 
 
 def _counted(rows: Iterable[Made], what: str, row_count: int, say: Callable[[str], None]) -> Iterator[Made]:

@@ -39,7 +39,7 @@ from prime_rl.trainer.process.mesh import Mesh, setup_mesh
 from prime_rl.trainer.process.signals import EXIT_STOPPED, listen_for_signals, stopped_line
 from prime_rl.trainer.process.world import Process, joined_world
 from prime_rl.trainer.sft.data.conversation import padding_id
-from prime_rl.trainer.sft.data.examination import check_first_rows
+from prime_rl.trainer.sft.data.examination import check_first_rows, image_worries
 from prime_rl.trainer.sft.data.packer import micro_batches_per_data_rank, setup_rows
 from prime_rl.trainer.sft.data.samples import DatasetStream
 from prime_rl.trainer.sft.epochs import as_written, with_steps
@@ -142,7 +142,9 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     rows = setup_rows(data, tokenizer, known, data_axis, images)
     loss = config.loss if isinstance(config, DPOConfig) else None
     first = check_first_rows(rows, tokenizer, process, show=config.log.log_data, loss=loss)
-    if images is not None and process.is_main:
+    if images is not None and isinstance(data, SFTDataConfig) and process.is_main:
+        for line in image_worries(first, data):
+            get_logger().warning(f"First rows of the data: {line}")
         write_contact_sheet(paths.contact_sheet, images.small_pictures(first.first_images))
     validation = None
     if config.val is not None and of_validation is not None:

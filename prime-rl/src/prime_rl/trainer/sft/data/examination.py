@@ -251,6 +251,12 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
         yield f'{config.section}.pack_function = "{config.pack_function}" leaves {padding}{better}'
 
 
+def image_worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
+    """One line if the data of a run with `[model.vision]` has no image."""
+    if found.samples and not found.images:
+        yield f"[model.vision] is set, and no row has an image: {config.section}.columns.images names their column"
+
+
 def label_worries(found: Examination, loss: PreferenceLossConfig) -> Iterator[str]:
     """One line if the weights of good and bad answers do not fit their numbers.
 
