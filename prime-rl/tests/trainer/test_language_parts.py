@@ -241,7 +241,7 @@ def test_every_separable_family_is_compared() -> None:
 def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: str, mesh: Mesh, tmp_path: Path) -> None:
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     whole = save_checkpoint(family, start)
-    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]}
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"], "rank_pattern": {"layers.0": 8}}
     model = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, lora=LoRAConfig(**lora)), mesh)
     reshard(model)
     with torch.no_grad():

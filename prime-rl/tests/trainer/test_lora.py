@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from prime_rl.checks.adapters import lora_fault, read_settings
+from prime_rl.checks.disk import tensor_shapes
 from prime_rl.configs.trainer import (
     ActivationCheckpointConfig,
     AdamWConfig,
@@ -382,6 +383,25 @@ def test_an_adapter_for_engines_has_one_scale_for_all_layers(tiny_model_dir: Pat
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_dir), tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), loaded(TOKENS[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_ranks_of_shared_experts_leave_those_of_stacked_ones(
+    mixed_model_dir: Path, mesh: Mesh, tmp_path: Path, is_served: bool
+) -> None:
+    lora = {"rank_pattern": {"shared_experts": 6}, "alpha_pattern": {"q_proj": 3.0}}
+    model = train(setup_model(config_of(mixed_model_dir, lora), mesh))
+    save_adapter(gather_adapter(model, torch.float32, is_served=is_served), tmp_path)
+    settings = read_settings(tmp_path)
+    factors = {name: shape for name, shape in tensor_shapes(tmp_path).items() if ".lora_A." in name}
+    names = {name: name.removeprefix("base_model.model.").partition(".lora_A.")[0] for name in factors}
+    assert {name: settings.rank_of(path) for name, path in names.items()} == {
+        name: rank for name, (rank, _) in factors.items()
+    }
+    merged = setup_model(ModelConfig(name=str(mixed_model_dir), attn="sdpa", adapter=str(tmp_path)), mesh)
+    expected = gather_weights(model, torch.float32)
+    for name, weight in gather_weights(merged, torch.float32).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_lora_plus_trains_like_peft_s_optimizer(tiny_model_dir: Path, mesh: Mesh, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
-from prime_rl.checks.adapters import ADAPTER_TENSORS, AdapterSettings, adapter_folder, read_settings
+from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
 from prime_rl.trainer.model.vision import trainable_modules
 from prime_rl.trainer.process.errors import ModelError
@@ -177,7 +177,7 @@ def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
     parent, _, name = path.rpartition(".")
     read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
     owner_class: Any = type(model.get_submodule(parent))  # Any: mypy takes no class of modules for hashable
-    return re.search(read, _source(owner_class)) is not None
+    return re.search(read, source_of(owner_class)) is not None
 
 
 _MAMBA_FAMILIES = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -189,7 +189,7 @@ def _is_refused_by_peft(path: str, model: PreTrainedModel) -> bool:
 
 
 @functools.lru_cache
-def _source(module_class: type[nn.Module]) -> str:
+def source_of(module_class: type[nn.Module]) -> str:
     """The code of a class. Cached: Python parses the whole file for it, and all blocks have the same few classes."""
     try:
         return inspect.getsource(module_class)
@@ -244,7 +244,7 @@ class LowRank(nn.Module):
         super().__init__()
         *stack, _, in_features = weight.shape
         self.config = config
-        self.rank, self.scale = config.rank_of(path), config.scale_of(path)
+        self.rank, self.alpha, self.scale = config.rank_of(path), config.alpha_of(path), config.scale_of(path)
         self.A = nn.Parameter(weight.new_empty(*stack, self.rank, in_features))
         self.B = nn.Parameter(weight.new_empty(*stack, out_features, self.rank))
         self.magnitude = nn.Parameter(weight.new_empty(out_features)) if config.use_dora else None
@@ -423,7 +423,7 @@ class Merge:
         Raises:
             ModelError: a tensor fits no weight of the model.
         """
-        folder, settings, state = _read_adapter("model.adapter", path, model)
+        folder, scales, state = _read_adapter("model.adapter", path, model)
         modules = dict(model.named_modules())
         updates: dict[str, list[tuple[Index, Tensor, Tensor, float]]] = {}
         lengths: dict[str, Tensor] = {}
@@ -435,7 +435,7 @@ class Merge:
             shape = None if weight is None else parameters[weight][at].shape[-2:]
             if weight is None or b is None or (b.shape[0], a.shape[1]) != shape or b.shape[1] != a.shape[0]:
                 raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
-            updates.setdefault(weight, []).append((at, a, b, settings.scale_of(module)))
+            updates.setdefault(weight, []).append((at, a, b, scales[module]))
             if (magnitude := state.pop(f"{module}.lora_magnitude_vector", None)) is not None:
                 lengths[weight] = magnitude
         for name, value in state.items():
@@ -467,8 +467,8 @@ class Merge:
         return values
 
 
-def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, AdapterSettings, dict[str, Tensor]]:
-    """The folder, the settings, and the tensors by their names in the model.
+def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, Mapping[str, float], dict[str, Tensor]]:
+    """The folder, the scales of the layers, and the tensors, both by their names in the model.
 
     Raises:
         ModelError: the adapter cannot be read, or changes one of two weights that the model shares.
@@ -481,19 +481,22 @@ def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, A
         raise ModelError(f"{key} = {path}: {error}") from error
     part = part_of(model)
     own = (lambda name: name) if part is None else part.module_in_part
-    state = {own(name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
+    given = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    state = {own(name): tensor for name, tensor in given.items()}
+    # Patterns match the names of the file, which are those of the checkpoint's class.
+    layers = {name.partition(".lora_A.")[0] for name in given if ".lora_A." in name}
+    scales = {own(layer): settings.scale_of(layer) for layer in layers}
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     for names in (names for names in names_of.values() if len(names) > 1):
         # PEFT trains a head in `modules_to_save` apart from the embeddings that it shares its weight with.
-        given = [state.get(name) for name in names]
-        values = [value for value in given if value is not None]
+        values = [state[name] for name in names if name in state]
         is_one = len(values) == len(names) and all(value.equal(values[0]) for value in values)
         adapted = [name for name in names if f"{name.removesuffix('.weight')}.lora_A.weight" in state]
         if adapted or (values and not is_one):
             raise ModelError(f"{key} = {path}: it changes only one of {_listed(names)}, which share their weight")
-    return folder, settings, state
+    return folder, scales, state
 
 
 def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, Index]:
@@ -710,10 +713,10 @@ def gather_adapter(model: PreTrainedModel, dtype: torch.dtype, *, is_served: boo
     config = peft_config(model)
     scales: dict[str, float] = {}
     if is_served and config["alpha_pattern"] | config["rank_pattern"]:
-        linear = {path: module for path, module in model.named_modules() if isinstance(module, LowRank)}
-        scales = {path.removesuffix(".lora") + ".lora_B.weight": lora.scale for path, lora in linear.items()}
-        rank = max(lora.rank for lora in linear.values())
-        ranks = _pattern({named(path.removesuffix(".lora")): lora.rank for path, lora in linear.items()}, rank)
+        adapters = dict(_adapters(model))
+        scales = {f"{path}.lora_B.weight": lora.scale for path, lora in adapters.items()}
+        rank = max(lora.rank for lora in adapters.values())
+        ranks = _pattern({named(path): lora.rank for path, lora in adapters.items()}, rank)
         config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": ranks, "alpha_pattern": ranks}
     for name, tensor in _trained_tensors(model):
         full = full_tensor(tensor)
@@ -726,8 +729,8 @@ def gather_adapter(model: PreTrainedModel, dtype: torch.dtype, *, is_served: boo
 
 def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     """The fields of PEFT's `LoraConfig` that describe the adapters of `model`."""
-    lora = next(module for module in model.modules() if isinstance(module, LowRank))
-    own, named, has_experts = lora.config, _name_in_peft(model), has_adapted_experts(model)
+    adapters = dict(_adapters(model))
+    own, named, has_experts = next(iter(adapters.values())).config, _name_in_peft(model), has_adapted_experts(model)
     is_rslora = own.use_rslora and not has_experts
 
     def alpha_of(alpha: float, rank: int) -> float:
@@ -735,10 +738,8 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         alpha = alpha * math.sqrt(rank) if own.use_rslora and not is_rslora else alpha
         return int(alpha) if alpha == int(alpha) else alpha
 
-    layers = ((path, getattr(module, "lora", None)) for path, module in model.named_modules())
-    linear = {path: each for path, each in layers if isinstance(each, LowRank)}
-    ranks = {named(path): each.rank for path, each in linear.items()}
-    alphas = {named(path): alpha_of(own.alpha_of(path), each.rank) for path, each in linear.items()}
+    ranks = {named(path): each.rank for path, each in adapters.items()}
+    alphas = {named(path): alpha_of(each.alpha, each.rank) for path, each in adapters.items()}
     alpha = alpha_of(own.alpha, own.rank)
     return {
         "peft_type": "LORA",
@@ -749,7 +750,7 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
         "rank_pattern": _pattern(ranks, own.rank),
         "alpha_pattern": _pattern(alphas, alpha),
         # PEFT does not support dropout for stacked experts, and inference does not need it.
-        "lora_dropout": 0.0 if has_experts else lora.dropout.p,
+        "lora_dropout": 0.0 if has_experts else own.dropout,
         **_targets(model),
         "modules_to_save": [named(path) for path, _ in _saved_modules(model)] or None,
         "bias": "none",
@@ -765,8 +766,10 @@ def _pattern(values: Mapping[str, ValueT], default: ValueT) -> dict[str, ValueT]
     by_name: dict[str, set[ValueT]] = {}
     for path, value in values.items():
         by_name.setdefault(path.rpartition(".")[2], set()).add(value)
+    # A key is a regular expression. Files name the experts of a stack one by one.
+    keys = {path: re.sub(rf"(?<=\.{_STACKED_EXPERTS})(?=\.\w+$)", r".\\d+", path) for path in values}
     return {
-        path if len(by_name[name := path.rpartition(".")[2]]) > 1 else name: value
+        keys[path] if len(by_name[name := path.rpartition(".")[2]]) > 1 else name: value
         for path, value in values.items()
         if value != default
     }
@@ -808,16 +811,21 @@ def has_adapted_experts(model: nn.Module) -> bool:
     return any(isinstance(getattr(module, "lora", None), nn.ModuleDict) for module in model.modules())
 
 
-def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained tensors under PEFT's names, with the experts' tensors still stacked."""
+def _adapters(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
+    """The adapters by the path of what they adapt: a linear layer, or a projection of stacked experts."""
     for path, module in model.named_modules():
         if isinstance(module, LowRank):
             # `<path>.lora` of a linear layer, `<path>.lora.<part>` of stacked experts.
-            base = path.removesuffix(".lora").replace(".lora.", ".")
-            yield f"{base}.lora_A.weight", module.A
-            yield f"{base}.lora_B.weight", module.B
-            if module.magnitude is not None:
-                yield f"{base}.lora_magnitude_vector", module.magnitude
+            yield path.removesuffix(".lora").replace(".lora.", "."), module
+
+
+def _trained_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield trained tensors under PEFT's names, with the experts' tensors still stacked."""
+    for path, lora in _adapters(model):
+        yield f"{path}.lora_A.weight", lora.A
+        yield f"{path}.lora_B.weight", lora.B
+        if lora.magnitude is not None:
+            yield f"{path}.lora_magnitude_vector", lora.magnitude
     for path, module in _saved_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{name}", parameter

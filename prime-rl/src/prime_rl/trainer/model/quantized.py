@@ -11,7 +11,6 @@ each rank quantizes the rows that it reads. Only the mean of the scales needs th
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.model import QuantizationConfig
 from prime_rl.trainer.model.blocks import decoder_blocks
-from prime_rl.trainer.model.lora import is_plain_linear
+from prime_rl.trainer.model.lora import is_plain_linear, source_of
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport.loading import Index, full_tensor, index_of, local, names_of_shared, put, put_own
@@ -209,16 +208,11 @@ def _frozen_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
             continue
         parent, _, name = path.rpartition(".")
         is_router = name in ("gate", "router")
-        if not (is_router or f"{path}.weight" in shared or _reads_weight(model.get_submodule(parent), name)):
+        owner_class: Any = type(model.get_submodule(parent))  # Any: mypy takes no class of modules for hashable
+        # Kernels of state spaces read the weights of their layers.
+        is_read = re.search(rf"\bself\.{name}\.weight\b", source_of(owner_class)) is not None
+        if not (is_router or f"{path}.weight" in shared or is_read):
             yield path, module
-
-
-def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Whether the code of `parent` reads the weight of its layer `name`, as kernels of state spaces do."""
-    try:
-        return re.search(rf"\bself\.{name}\.weight\b", inspect.getsource(type(parent))) is not None
-    except (OSError, TypeError):  # code that came from no file
-        return False
 
 
 def scale_names(model: nn.Module) -> set[str]:
