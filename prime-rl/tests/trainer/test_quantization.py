@@ -25,6 +25,7 @@ from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.lora import LowRank, gather_adapter
 from prime_rl.trainer.model.scoring import score_tokens
+from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.run import train
 from prime_rl.transport import setup_batch_sender
@@ -134,3 +135,4 @@ def test_random_weights_are_quantized_too(tiny_model_dir: Path, mesh: Mesh) -> N
         gather_weights(model, torch.float32)["model.layers.0.mlp.up_proj.weight"] for model in (plain, packed)
     )
     assert 0.08 < (one - other).norm() / one.norm() < 0.1
+    assert flops_per_token(plain, 10) == flops_per_token(packed, 10)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from prime_rl.trainer.model.quantized import scale_names
 from prime_rl.trainer.model.scoring import output_head
 from prime_rl.trainer.model.vision import trainable_modules
 from prime_rl.trainer.process.world import Process
@@ -203,12 +204,14 @@ def _matrix_flops(model: PreTrainedModel) -> int:
     skipped = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
     # Not those of a vision tower, which computes patches of images and no tokens.
     counted = {id(p) for _, module in trainable_modules(model) for p in module.parameters(recurse=False)}
+    scales = scale_names(model)
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or id(parameter) in skipped or id(parameter) not in counted:
+        if parameter.ndim < 2 or name in scales or id(parameter) in skipped or id(parameter) not in counted:
             continue
         total += int(_flops_of(parameter) * (share if ".experts." in name else 1))
     return total
 
 
 def _flops_of(parameter: nn.Parameter) -> int:
-    return (6 if parameter.requires_grad else 4) * parameter.numel()
+    weights = 2 if parameter.dtype == torch.uint8 else 1  # in 4 bits, two of them are in a byte
+    return (6 if parameter.requires_grad else 4) * weights * parameter.numel()
