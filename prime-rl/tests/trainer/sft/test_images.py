@@ -29,6 +29,7 @@ from prime_rl.trainer.model.images import setup_images
 from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import _groups
+from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.packer import lay_out, setup_rows
 from prime_rl.trainer.sft.data.samples import SampleMaker
@@ -181,6 +182,25 @@ def test_a_preflight_tells_each_broken_image_by_its_line_and_counts_the_others(
     assert figures >= {"images per epoch 1", "tokens of an image 20 on average"}
     assert f"warning: {len(rows) - 1} of {len(rows)} rows are skipped" in skipped.stdout
     assert "warning: [model.vision] is set, and no row has an image: val.data.columns.images names" in skipped.stdout
+
+
+def test_settings_of_processors_whose_tokens_cannot_be_counted_are_one_line(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    save_checkpoint("smolvlm", tmp_path, tiny_model_dir)
+    config = ModelConfig(name=str(tmp_path), vision={})
+    tokenizer = setup_tokenizer(TokenizerConfig(name=str(tmp_path)), config)
+    file = tmp_path / "preprocessor_config.json"
+    whole = json.loads(file.read_text())
+    for settings, fault in (
+        ({"do_resize": False}, "do_resize = false, which is not supported"),
+        ({"size": {"longest_edge": 70}}, "size.longest_edge = 70, which must be a multiple of .* = 28"),
+    ):
+        file.write_text(json.dumps(whole | settings))
+        with pytest.raises(ModelError, match=fault):
+            setup_images(config, tokenizer)
+    file.write_text(json.dumps(whole | {"size": {"longest_edge": 70}, "do_image_splitting": False}))
+    assert setup_images(config, tokenizer) is not None
 
 
 def exports(*runs: Path) -> list[Path]:

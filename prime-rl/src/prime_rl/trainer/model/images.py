@@ -297,9 +297,20 @@ def setup_images(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Ima
         raise ModelError(
             f"model.name = {config.name}: its tokenizer has the id {token_id} for {family.token}, not {wanted}"
         )
-    if getattr(processor, "do_pan_and_scan", None):
-        raise ModelError(
-            f"model.name = {config.name}: do_pan_and_scan in its preprocessor_config.json is not supported"
-        )
+    if fault := _settings_fault(processor):
+        raise ModelError(f"model.name = {config.name}: its preprocessor_config.json has {fault}")
     limits = ImageLimits(max_pixels=config.vision.max_pixels, max_images=config.vision.max_images)
     return Images(family, model_config, processor, wanted, limits)
+
+
+def _settings_fault(processor: Any) -> str | None:
+    """Why an image processor makes other numbers of features than `Family.expand` counts; None if it does not."""
+    if getattr(processor, "do_pan_and_scan", None):
+        return "do_pan_and_scan, which is not supported"
+    if not processor.do_resize:
+        return "do_resize = false, which is not supported"
+    if getattr(processor, "do_image_splitting", None):
+        longest, tile = processor.size["longest_edge"], processor.max_image_size["longest_edge"]
+        if longest % tile:
+            return f"size.longest_edge = {longest}, which must be a multiple of max_image_size.longest_edge = {tile}"
+    return None
