@@ -22,12 +22,13 @@ from prime_rl.configs.shared import FileSystemTransportConfig
 from prime_rl.configs.trainer import DebugModelConfig, LoRAConfig, ModelConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter
+from prime_rl.trainer.kernels.product_choice import ProductChoice
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.lora import LowRank, gather_adapter
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.mesh import Mesh
-from prime_rl.trainer.rl.run import train
+from prime_rl.trainer.rl.run import setup_reference, train
 from prime_rl.transport import setup_batch_sender
 from prime_rl.transport.loading import full_tensor, put_own
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
@@ -136,3 +137,17 @@ def test_random_weights_are_quantized_too(tiny_model_dir: Path, mesh: Mesh) -> N
     )
     assert 0.08 < (one - other).norm() / one.norm() < 0.1
     assert flops_per_token(plain, 10) == flops_per_token(packed, 10)
+
+
+def test_a_copied_reference_is_quantized_as_the_policy(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    lora = {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}
+    model = {"name": str(tiny_model_dir), "attn": "sdpa", "seq_len": 128, "lora": lora, "quantization": "nf4"}
+    config = TrainerConfig(output_dir=tmp_path, model=model, loss={"kl_coef": 0.1}, device="cpu", max_steps=1)
+    products = ProductChoice.without_measuring()
+    policy = setup_model(config.model, mesh)
+    reference = setup_reference(config, policy, mesh, products)
+    assert reference is not None
+    one, other = (
+        gather_weights(each, torch.float32)["model.layers.0.mlp.down_proj.weight"] for each in (policy, reference.model)
+    )
+    assert torch.equal(one, other)

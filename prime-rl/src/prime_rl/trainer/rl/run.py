@@ -559,9 +559,10 @@ def setup_reference(
         return Reference(model, is_trained=True)
     get_logger().info(f"Reference model: a frozen copy of {config.model.name}")
     reset_every = None if config.reference is None else config.reference.reset_every
-    # New adapters change nothing, but a reset copies them with the other weights.
+    # New adapters change nothing, but a reset copies them with the other weights, and only what is not trained is
+    # quantized.
     lora = config.model.lora
-    if lora is not None and lora.path is None and reset_every is None:
+    if lora is not None and lora.path is None and reset_every is None and config.model.quantization is None:
         lora = None
     copied = setup_frozen(config.model.model_copy(update={"lora": lora}), mesh, products)
     return Reference(copied, is_trained=False, reset_every=reset_every)
