@@ -282,6 +282,12 @@ CASES = {
         "Llama4ForConditionalGeneration reads images, which is not supported yet",
         nested("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
     ),
+    "no image processor": Case(
+        "sft",
+        "--model.name {dir}/model --model.vision.max-images 4",
+        "model.vision needs the checkpoint's image processor, and it has no preprocessor_config.json",
+        nested("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    ),
     "folder of an encoder": Case(
         "sft",
         "--model.name {dir}/model",

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_rl.checks.model_files import context_length, describe
+from prime_rl.checks.model_files import PROCESSOR_CONFIGS, context_length, describe
 from prime_rl.checks.start_dir import NotInstalled, StartDir, gpus_here
 from prime_rl.configs.inference import InferenceConfig, keys_by_vllm_name
 
@@ -34,8 +34,6 @@ VLLM_ONLY = (
     "enable_sleep_mode",
     "vllm",
 )
-_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
-"""Files that describe how a checkpoint with a vision tower reads images; each checkpoint has one of them or both."""
 _ADVICE = 'only the vllm engine supports it: remove it, or set backend = "vllm"'
 
 
@@ -137,11 +135,12 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
     if (
         has_tower
         and not config.model.language_model_only
-        and not any(map(Path.is_file, map(folder.joinpath, _PROCESSOR)))
+        and not any(map(Path.is_file, map(folder.joinpath, PROCESSOR_CONFIGS)))
     ):
         yield (
-            f"model.name = {config.model.name}: the checkpoint has a vision tower and none of {', '.join(_PROCESSOR)}, "
-            "which vLLM needs: set inference.model.language_model_only = true, or copy them from the hub"
+            f"model.name = {config.model.name}: the checkpoint has a vision tower and none of "
+            f"{', '.join(PROCESSOR_CONFIGS)}, which vLLM needs: "
+            "set inference.model.language_model_only = true, or copy them from the hub"
         )
     # vLLM 0.32 collects routes in its second model runner, which needs Triton, beside the blocks of its prefix cache.
     if config.enable_return_routed_experts and (config.device == "cpu" or (start.is_here and not gpus_here())):

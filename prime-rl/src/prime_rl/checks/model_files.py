@@ -22,6 +22,9 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
+PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+"""Files that describe how a checkpoint with a vision tower reads images; each checkpoint has one of them or both."""
+
 
 def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     """Why a model cannot be trained; None where that does not show before it is loaded."""
@@ -34,9 +37,16 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
             return fault
         if model.router_aux_loss_coef > 0 and not description.has_experts:
             return f"model.router_aux_loss_coef: {description.class_name} is no mixture of experts: remove it"
-        if model.vision is not None and (fault := vision_fault(description.family)):
+        if model.vision is not None and (fault := vision_fault(description.family) or _no_processor(model.name, start)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
+
+
+def _no_processor(name: str, start: StartDir) -> str | None:
+    folder = _local_folder(name, start)
+    if folder is None or any((folder / each).is_file() for each in PROCESSOR_CONFIGS):
+        return None
+    return f"model.vision needs the checkpoint's image processor, and it has no {PROCESSOR_CONFIGS[-1]}"
 
 
 def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scored: bool = False) -> str | None:
