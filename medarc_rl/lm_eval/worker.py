@@ -327,8 +327,10 @@ def main() -> None:
         raise SystemExit(2) from faults
     plan.paths.tasks_found.touch()
     headers = {"Authorization": f"Bearer {os.environ[ENGINE_KEY_VARIABLE]}"}
-    # The server is on this machine, where no proxy of the environment reaches it.
-    with httpx.Client(base_url=plan.url, headers=headers, timeout=600, trust_env=False) as client:
+    # A new connection for each call: vLLM closes an idle one after 5 s, just when a task may have ended. The server is
+    # on this machine, where no proxy of the environment reaches it.
+    once = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=plan.url, headers=headers, timeout=600, trust_env=False, limits=once) as client:
         _await_server(client)
         evaluation = Evaluation(plan, tasks, client, Screen(plan.paths.progress))
         evaluation.run()

@@ -87,7 +87,10 @@ class Server:
             self.lines: list[str] = []
             self._read_until_ready()
         url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=url, timeout=None, headers={"Authorization": f"Bearer {self.key(url)}"})
+        # httpx keeps an idle connection for 5 s, and the server closes it after 5 s: a request in between is reset.
+        once = httpx.Limits(max_keepalive_connections=0)
+        headers = {"Authorization": f"Bearer {self.key(url)}"}
+        self.client = httpx.Client(base_url=url, timeout=None, headers=headers, limits=once)
 
     @staticmethod
     def key(url: str) -> str:
