@@ -194,6 +194,7 @@ def test_settings_of_processors_whose_tokens_cannot_be_counted_are_one_line(
     whole = json.loads(file.read_text())
     for settings, fault in (
         ({"do_resize": False}, "do_resize = false, which is not supported"),
+        ({"do_normalize": False}, "do_normalize = false, with which the model takes black tiles for padding"),
         ({"size": {"longest_edge": 70}}, "size.longest_edge = 70, which must be a multiple of .* = 28"),
     ):
         file.write_text(json.dumps(whole | settings))

@@ -47,7 +47,6 @@ from prime_rl.trainer.kernels.products import Products, use_lean_linears
 from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.expert_parallel import divide_experts, shard_experts
 from prime_rl.trainer.model.hybrids import StateLayers
-from prime_rl.trainer.model.images import FAMILIES
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
 from prime_rl.trainer.model.quantized import Quantizing, log_quantization, quantize_layers
@@ -59,6 +58,7 @@ from prime_rl.trainer.optim.optimizer import keep_gradients
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.process.world import Process
+from prime_rl.transport.images import FAMILIES
 from prime_rl.transport.language_part import PROCESSOR_FILES, attach, language_config, part_of
 from prime_rl.transport.loading import (
     Stored,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prime_rl.trainer.model.images import FAMILIES, Family, RowImages
-from prime_rl.transport.weights import to_device
+from prime_rl.trainer.model.images import RowImages
+from prime_rl.transport.images import FAMILIES, Family, image_features
 
 _ATTRIBUTE = "_vision"
 
@@ -127,15 +127,7 @@ def _masks(is_image_RW: Tensor, positions_RW: Tensor, window: int) -> dict[str, 
 
 def _features(model: PreTrainedModel, images: RowImages, like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The features of all images [F, H], and those that further layers add (DeepStack)."""
-    inputs = {name: to_device(torch.from_numpy(value), like.device) for name, value in images.inputs.items()}
-    inputs["pixel_values"] = inputs["pixel_values"].to(like.dtype)
     with torch.set_grad_enabled(torch.is_grad_enabled() and bool(tower_parameters(model)[1])):
-        found = cast("Any", model.base_model).get_image_features(**inputs, return_dict=True)
-    features = _flat(found.pooler_output, like)
+        features, deep = image_features(model.base_model, images.inputs, like)
     assert len(features) == images.features, "the text has been written for as many"
-    return features, [_flat(each, like) for each in getattr(found, "deepstack_features", None) or ()]
-
-
-def _flat(features: Any, like: Tensor) -> Tensor:
-    joined = torch.cat(list(features)) if isinstance(features, list | tuple) else features
-    return cast("Tensor", joined).flatten(0, -2).to(like.dtype)
+    return features, deep

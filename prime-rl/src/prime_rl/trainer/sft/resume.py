@@ -110,7 +110,7 @@ def fingerprint_of(
     if config.holds != "samples":
         settings["rows"] = config.holds
     if images is not None:
-        settings["images"] = _digest([images.identity])
+        settings["images"] = _digest([images.reader.identity])
     return DataFingerprint(
         contents=contents,
         tokenizer=_digest([tokenizer.backend_tokenizer.to_str(), repr(sorted(tokenizer.special_tokens_map.items()))]),

@@ -169,7 +169,7 @@ class SampleMaker:
         )
         self._tokenizer = tokenizer
         self._embeddings = embeddings
-        self._image_id = None if images is None else images.token_id
+        self._image_id = None if images is None else images.reader.token_id
         self._special_ids = frozenset(special_ids(tokenizer))
         self._are_scored = config.holds == "scored pairs"
         self._padding_id = padding_id(tokenizer) if self._are_scored else None
