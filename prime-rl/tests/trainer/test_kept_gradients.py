@@ -18,7 +18,7 @@ from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.process.mesh import Mesh
 
 VOCAB = 128
-ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 60)]
+ROWS = [torch.arange(length)[None] % VOCAB for length in (40, 25, 90)]
 
 
 def gradient_of(

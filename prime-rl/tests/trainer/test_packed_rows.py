@@ -8,7 +8,8 @@ from torch import Tensor
 
 from prime_rl.configs.data import TokenLoss
 from prime_rl.configs.trainer import ModelConfig
-from prime_rl.trainer.kernels.heads import ChunkSizes
+from prime_rl.trainer.kernels.heads import ChunkSizes, linear_cross_entropy_sum
+from prime_rl.trainer.kernels.products import plain_product
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.layouts import fold
 from prime_rl.trainer.model.scoring import cross_entropy_sum, score_tokens
@@ -87,3 +88,16 @@ def test_cross_entropy_in_chunks_equals_cross_entropy_at_once(kind: str, loss: T
         found = [total.detach(), *torch.autograd.grad(total, (hidden, linear.weight))]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def test_the_gradient_of_a_head_is_summed_once_for_as_many_tokens_as_channels() -> None:
+    tokens_of_products = []
+
+    def product(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+        if len(a_NK) == VOCAB:
+            tokens_of_products.append(a_NK.shape[1])
+        return plain_product(a_NK, b_MK)
+
+    weight, targets = torch.randn(VOCAB, 8, requires_grad=True), torch.randint(0, VOCAB, (50,))
+    linear_cross_entropy_sum(torch.randn(50, 8), weight, targets, ChunkSizes(logits=VOCAB), product)
+    assert tokens_of_products == [8] * 6 + [2]

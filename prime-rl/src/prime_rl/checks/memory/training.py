@@ -162,7 +162,9 @@ def _experts_per_token(shape: ModelShape) -> int:
 
 
 _LOGITS = 2**25
-"""`Limits.logits` of `trainer/kernels/heads.py`, and `MAX_LOGITS` of `trainer/rl/rows.py`."""
+"""`ChunkSizes.logits` of `trainer/kernels/heads.py`, and `MAX_LOGITS` of `trainer/model/scoring.py`."""
+_VOCAB_PART = 2048
+"""`ChunkSizes.vocab_chunk`."""
 _FLOAT_LOGITS = 2**22
 _CACHED_FLOAT_LOGITS = 2**20
 _PLAIN_FLOATS = 3
@@ -187,9 +189,8 @@ def sft_loss(
     vocab, hidden = shape.vocab, shape.hidden
     if not _has_plain_head(shape, model):
         return _plain_head(vocab, hidden, tokens, size)
-    rows = max(1, _LOGITS // vocab)
+    rows = max(1, _LOGITS // vocab, hidden if trains_head else 0)
     chunk = min(rows, tokens) * vocab * size
-    next_chunk = min(rows, max(0, tokens - rows)) * vocab * size
     most_floats = _CACHED_FLOAT_LOGITS if on_cpu else _FLOAT_LOGITS
     part = max(1, most_floats // vocab)
     # The next part is computed before the last one is freed. Float32 logits need no copy.
@@ -198,13 +199,11 @@ def sft_loss(
     states = tokens * hidden * size
     head = vocab * hidden
     if not trains_head:
-        return LossMemory(3 * states + chunk + next_chunk + floats, states)
+        return LossMemory(3 * states + chunk + floats, states)
     if tokens > rows:
-        # So is the next chunk. The weight's gradient is summed in float32.
-        summed = _FLOAT32 * head
-        return LossMemory(
-            3 * states + summed + max(chunk + next_chunk + floats, chunk + size * head), states + size * head
-        )
+        # Parts of the weight's gradient are added to a float32 sum; those of float32 are computed into it.
+        of_part = min(_VOCAB_PART, vocab) * hidden * size if size < _FLOAT32 else 0
+        return LossMemory(3 * states + _FLOAT32 * head + chunk + max(floats, of_part), states + size * head)
     if on_cpu and model.optimization_dtype == "float32":
         return LossMemory(3 * states + chunk + floats, 2 * states)
     return LossMemory(3 * states + chunk + max(floats, size * head), states + size * head)

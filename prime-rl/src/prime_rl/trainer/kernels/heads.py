@@ -1,7 +1,9 @@
 """Fused linear heads: cross-entropy, or log-probabilities and entropies, without all `[tokens, vocabulary]` logits.
 
 `linear_cross_entropy_sum` (SFT) iterates over chunks of tokens and computes each logit only once: gradients are
-computed together with the loss.
+computed together with the loss. Each chunk adds to the float32 gradient of the whole weight, which takes longer than
+the chunk's product if it has few tokens. So a chunk has at least as many tokens as hidden channels: its logits are then
+as many as the weights, and take half of the memory of that sum.
 
 `fused_logprobs` (RL) iterates over slices of the vocabulary, in both passes. Per token, the forward pass keeps the
 running maximum m, the sum of exponentials Z = sum exp(z - m) and the sum of exp(z - m) * z (an online softmax), which
@@ -32,7 +34,11 @@ class ChunkSizes:
     cached_float_logits: int = 2**20
     """The same limit on a CPU: 4 MiB, which fits in its caches. On a GPU, so many small operations would be slow."""
     vocab_chunk: int = 2048
-    """Number of vocabulary rows whose gradient is added to a kept gradient at a time."""
+    """Number of vocabulary rows whose gradient is added to a sum at a time."""
+
+    def rows(self, weight_VH: Tensor, trains_weight: bool) -> int:
+        """Number of tokens of a chunk."""
+        return max(1, self.logits // len(weight_VH), weight_VH.shape[1] if trains_weight else 0)
 
     def float_rows(self, width: int, on_cpu: bool) -> int:
         """Number of rows of `width` logits to hold in float32 at a time."""
@@ -87,35 +93,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         limits, product = options.limits, options.product
-        rows = max(1, limits.logits // len(weight))
+        trains_weight = ctx.needs_input_grad[1]
+        rows = limits.rows(weight, trains_weight)
         # With a single chunk, saving the gradient of the logits takes no more memory than saving the weight gradient,
         # which the backward pass can then add directly to the kept one.
         is_added_later = kept is not None and len(targets) <= rows
         is_trained = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if is_trained else None
-        grad_weight = grad_logits = None
+        grad_weight = logits = None
+        if trains_weight and len(targets) > rows:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         loss = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
+            logits = None  # freed before the next ones are computed
             logits = product(hidden[chunk], weight)
             loss += _loss_in_place(logits, targets[chunk], is_trained, limits, options.kind)
             if grad_hidden is None:
                 continue
             grad_logits = logits
             grad_hidden[chunk] = product(grad_logits, weight.t())
-            if is_added_later:
-                break
-            if not ctx.needs_input_grad[1]:
-                continue
-            own = product(grad_logits.t(), hidden[chunk].t())
-            # Several chunks are summed in float32; a single chunk needs no float32 copy.
-            if len(targets) > rows:
-                own = own.float() if grad_weight is None else grad_weight.add_(own)
-            grad_weight = own
+            if grad_weight is not None:
+                _add_weight_gradient(grad_weight, grad_logits, hidden[chunk], product, limits.vocab_chunk)
+            elif trains_weight and not is_added_later:
+                grad_weight = product(grad_logits.t(), hidden.t())  # a single chunk needs no float32 sum
         if len(targets) == 0 and ctx.needs_input_grad[1] and not is_added_later:
             # Other processes have a gradient, and all reduce theirs together.
             grad_weight = torch.zeros_like(weight)
-        ctx.save_for_backward(grad_hidden, grad_weight, *((grad_logits, hidden) if is_added_later else (None, None)))
+        ctx.save_for_backward(grad_hidden, grad_weight, *((logits, hidden) if is_added_later else (None, None)))
         ctx.weight_dtype, ctx.kept, ctx.vocab_chunk, ctx.product = weight.dtype, kept, limits.vocab_chunk, product
         return loss
 
@@ -132,10 +137,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_logits is None:
             place.add_(grad_weight, alpha=scale)
         else:
-            # Part by part of the vocabulary, which bounds the temporary memory.
-            for part, own in zip(place.split(ctx.vocab_chunk), grad_logits.split(ctx.vocab_chunk, dim=1), strict=True):
-                part.add_(ctx.product(own.t(), hidden.t()), alpha=scale)
+            _add_weight_gradient(place, grad_logits, hidden, ctx.product, ctx.vocab_chunk, scale)
         return grad_hidden, None, None, None, None
+
+
+def _add_weight_gradient(
+    sum_VH: Tensor, grad_logits_NV: Tensor, hidden_NH: Tensor, product: Product, vocab_chunk: int, scale: float = 1.0
+) -> None:
+    """Add `scale * grad_logits.T @ hidden`, part by part of the vocabulary, which bounds the temporary memory."""
+    for part, own in zip(sum_VH.split(vocab_chunk), grad_logits_NV.split(vocab_chunk, dim=1), strict=True):
+        if product is plain_product and own.dtype == part.dtype:
+            part.addmm_(own.t(), hidden_NH, alpha=scale)
+        else:
+            part.add_(product(own.t(), hidden_NH.t()), alpha=scale)
 
 
 def _loss_in_place(
