@@ -152,13 +152,23 @@ def test_both_on_one_gpu_share_its_memory(rl_toml: Path, model: Path) -> None:
 
 def test_a_trainer_and_an_engine_that_take_turns_both_have_the_whole_gpu(rl_toml: Path, model: Path) -> None:
     words = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "H200", "--single-gpu")
-    words += ("--inference.backend", "vllm", "--max-async-level", "0")
-    beside, turns = (
-        run(*words, *more, "--estimate", "--json")
-        for more in ((), ("--inference.enable-sleep-mode", "--trainer.offload-while-sampling"))
-    )
-    shared, apart = (json.loads(each.stdout)["components"] for each in (beside, turns))
-    assert apart[0]["room_bytes"] == shared[0]["room_bytes"] + shared[1]["needed_bytes"] - 768 * 2**20
+    words += ("--max-async-level", "0")
+    sleeps, leaves = "--inference.enable-sleep-mode", "--trainer.offload-while-sampling"
+
+    def components(*more: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(run(*words, *more, "--estimate", "--json").stdout)["components"]
+        return found
+
+    for engine in ("vllm", "embedded"):
+        backend = ("--inference.backend", engine)
+        shared, asleep, apart = (components(*backend, *more) for more in ((), (sleeps,), (sleeps, leaves)))
+        whole = shared[0]["room_bytes"] + shared[1]["needed_bytes"] - 768 * 2**20
+        assert apart[0]["room_bytes"] == whole
+        # Beside an awake engine are weights and states; gradients, activations and buffers beside one that sleeps.
+        held = sum(asleep[0]["parts"][name] for name in ("weights", "optimizer")) + 768 * 2**20
+        in_steps = asleep[0]["needed_bytes"] - held
+        assert asleep[0]["room_bytes"] == min(whole, shared[0]["room_bytes"] + in_steps)
+        assert shared[0]["room_bytes"] < asleep[0]["room_bytes"]
     assert apart[0]["parts"] == shared[0]["parts"]
     kept = sum(apart[0]["parts"][name] for name in ("weights", "optimizer"))
     told = run(*words, "--trainer.offload-while-sampling", "--estimate").stdout

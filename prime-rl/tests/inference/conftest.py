@@ -229,7 +229,7 @@ def shared_server(engine: str, served_model_dir: Path) -> Iterator[Server]:
     # On a CPU, vLLM reserves a share of the machine's memory and fails to start if that much is not free.
     options = ("--backend", engine, "--model.enforce-eager", "--gpu-memory-utilization", "0.1")
     options += ("--model.tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
-    options += ("--enable-sleep-mode",) if engine == "vllm" else ()
+    options += ("--enable-sleep-mode",)
     server = Server(python, served_model_dir, *options)
     yield server
     assert server.stop() == 0, "".join(server.lines[-30:])

@@ -108,12 +108,26 @@ def test_recorded_steps_compute_with_the_newest_weights(small_model, tmp_path) -
     model.save_pretrained(newer)
     with running(runner_of(newer, enforce_eager=True)) as engine:
         expected = answers(engine)
+    torch.cuda.empty_cache()
+    others_bytes = torch.cuda.memory_reserved()
     runner = runner_of(directory)
     with running(runner) as engine:
         assert [one.token_ids for one in answers(engine)] != [one.token_ids for one in expected]
         engine.update_weights(newer).result()
-        found = answers(engine)
-    assert_same(found, expected)
+        assert_same(answers(engine), expected)
+        awake_bytes = torch.cuda.memory_reserved() - others_bytes
+        # An engine that slept has new addresses, so that it records all steps again.
+        replayed = runner.num_replayed
+        for source in (directory, newer):
+            engine.sleep().result()
+            assert torch.cuda.memory_reserved() - others_bytes < 0.1 * awake_bytes
+            waiting = engine.submit(GenerationRequest(PROMPTS[1], SamplingParams(max_tokens=4), seed=1))
+            assert not waiting.done()
+            assert engine.is_asleep
+            engine.update_weights(source).result()
+            assert len(waiting.result().completions[0].token_ids) == 4
+        assert_same(answers(engine), expected)
+        assert runner.num_replayed > replayed
 
 
 def test_recorded_steps_compute_with_the_newest_version_of_an_adapter(small_model, adapter_of, tmp_path) -> None:

@@ -252,7 +252,6 @@ def test_a_paused_server_responds_after_resume(server) -> None:
         assert len(waiting.result()["choices"][0]["token_ids"]) == 4
 
 
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True)
 def test_a_sleeping_server_wakes_up_with_new_weights(server, next_reference, next_weights) -> None:
     before = server.complete(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)["choices"][0]
     for _ in range(2):

@@ -34,13 +34,13 @@ from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.metrics import MetricValues
-from prime_rl.trainer.rl.residence import Residence
 from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.step import row_loss_sum
 from prime_rl.transport.loading import local
 from prime_rl.transport.messages import MicroBatch
+from prime_rl.transport.residence import Residence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -217,7 +217,7 @@ def test_a_trainer_that_leaves_the_gpu_and_comes_back_learns_the_same_bits(
     staying, leaving = (setup_model(config_of(wide_model_dir, **fields), gpu) for _ in range(2))
     on_host = fields.get("optim_cpu_offload", False)
     optimizers = [setup_optimizer(optim, model, on_host) for model in (staying, leaving)]
-    residence = Residence([leaving], optimizers[1:], gpu.process)
+    residence = Residence([leaving], optimizers[1:], gpu.process.device)
     for _ in range(3):
         for model, optimizer in zip((staying, leaving), optimizers, strict=True):
             backward(model)

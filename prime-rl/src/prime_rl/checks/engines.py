@@ -31,7 +31,6 @@ VLLM_ONLY = (
     "enable_expert_parallel",
     "enable_eplb",
     "all2all_backend",
-    "enable_sleep_mode",
     "vllm",
 )
 _ADVICE = 'only the vllm engine supports it: remove it, or set backend = "vllm"'

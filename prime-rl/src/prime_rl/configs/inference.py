@@ -196,8 +196,8 @@ class InferenceConfig(RootConfig):
     """How new weights arrive."""
 
     enable_sleep_mode: bool = False
-    """vLLM: answer `/sleep`, which frees the GPU's memory until the next weights arrive. In `rl`, the server sleeps
-    while the trainer computes: for one GPU that both share. Needs `max_async_level = 0` there."""
+    """Answer `/sleep`, which frees the GPU's memory until the next weights arrive. In `rl`, the server sleeps while the
+    trainer computes: for one GPU that both share. Needs `max_async_level = 0` there."""
 
     device: Device = "auto"
     """Where to run. `auto` uses a GPU if there is one."""

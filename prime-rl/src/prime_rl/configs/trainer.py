@@ -383,7 +383,7 @@ class TrainerConfig(RootConfig):
 
     offload_while_sampling: bool = False
     """Keep weights and optimizer state in host memory while the engine samples: for one GPU that both share. Needs
-    `max_async_level = 0`; vLLM makes room in turn with `inference.enable_sleep_mode`. No effect on a CPU."""
+    `max_async_level = 0`; the engine makes room in turn with `inference.enable_sleep_mode`. No effect on a CPU."""
 
     memory_profiler_path: Path | None = None
     """Write a snapshot of GPU memory to this directory after each step."""

@@ -74,6 +74,9 @@ _NOT_FROM_REQUESTS = frozenset(
 )
 """Arguments of Transformers' `apply_chat_template` that replace the template or change what is returned."""
 
+ASLEEP = "the server sleeps until the next weights"
+PAUSED = "the server is paused: running requests would never end; POST /resume first"
+NO_SLEEP_MODE = "the server was not started with enable_sleep_mode = true"
 CONTEXT_LENGTH_MESSAGE = (
     "This model's maximum context length is {limit} tokens. Your prompt has {length} tokens, which leaves no room for "
     "an answer. Please shorten it."

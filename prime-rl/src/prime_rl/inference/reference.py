@@ -130,6 +130,14 @@ ROUTES = (
     ),
     RouteResponse("POST", "/resume", "continues generation", None, {"status": "`resumed`"}),
     RouteResponse("GET", "/is_paused", "whether generation is paused", None, {"is_paused": "true or false"}),
+    RouteResponse(
+        "POST",
+        "/sleep",
+        "frees the GPU's memory once all requests have ended, until the next weights; with `enable_sleep_mode`",
+        None,
+        {"status": "`sleeping`"},
+    ),
+    RouteResponse("GET", "/is_sleeping", "whether the server sleeps", None, {"is_sleeping": "true or false"}),
     RouteResponse("GET", HEALTH, "status 200 when the model is loaded, else 503; no body"),
     RouteResponse(
         "GET", METRICS, "counts and gauges as Prometheus's text; without the key if `server.public_metrics = true`"

@@ -23,6 +23,7 @@ from prime_rl.checks.memory.training import (
     loading_memory,
     memory_beside,
     peak_memory,
+    resident_memory,
 )
 from prime_rl.checks.model_description import STATE_LAYERS, ModelDescription
 from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
@@ -381,7 +382,8 @@ def estimate_rl(
     of_copy = training.stored(shapes[0].parameters, shapes[0].blocks, training.compute_bytes) // training.shards
     reference = {"reference": of_copy} if copied else {}
     leaves_gpu = trainer.offload_while_sampling
-    components = [_trainer(trained, room, trainer.ckpt, reference, leaves_gpu=leaves_gpu)]
+    component = _trainer(trained, room, trainer.ckpt, reference, leaves_gpu=leaves_gpu)
+    components = [component]
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
@@ -389,9 +391,11 @@ def estimate_rl(
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
         left = room - engine.needed_bytes // processes if is_shared and room is not None else room
-        if is_shared and config.takes_turns and room is not None and device == "cuda":
-            left = room - CUDA_BYTES  # a sleeping engine has only CUDA's own
-        components = [_trainer(trained, left, trainer.ckpt, reference, leaves_gpu=leaves_gpu), engine]
+        if left is not None and room is not None and infer == 0 and device == "cuda" and rollouts.servers_sleep:
+            kept = 0 if leaves_gpu else sum(map(resident_memory, trained)) + sum(reference.values())
+            # Beside an awake engine is what the trainer keeps while it samples; its step is beside a sleeping one.
+            left = min(room, left + component.needed_bytes - kept) - CUDA_BYTES
+        components = [replace(component, room_bytes=left), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
     return Estimate([*components, *of_frozen], gpu, device, disk)
 

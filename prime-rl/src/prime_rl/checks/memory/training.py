@@ -385,6 +385,12 @@ def memory_beside(training: Training, other: Training) -> int:
     return sum(theirs[key] for key in kept) + max(0, needed - own)
 
 
+def resident_memory(training: Training) -> int:
+    """What a process keeps on its GPU between two steps."""
+    parts = _persistent(training)
+    return parts["weights"] + parts["optimizer"]
+
+
 def host_memory(training: Training) -> int:
     """Host memory of a process on a GPU."""
     if training.device != "cuda":

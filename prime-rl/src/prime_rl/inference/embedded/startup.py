@@ -143,7 +143,7 @@ def start_service(config: InferenceConfig) -> Service:
     parser = TOOL_PARSERS.get(tool_call_parser(config.model, text.template) or "")
     engine = _engine(config, runner)
     engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"
-    return Service(engine, text, served, random.Random(config.seed), parser)
+    return Service(engine, text, served, random.Random(config.seed), parser, config.enable_sleep_mode)
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:

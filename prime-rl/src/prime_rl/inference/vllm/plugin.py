@@ -47,7 +47,10 @@ from prime_rl.inference.model_files import (
     read_adapter_spec,
 )
 from prime_rl.inference.protocol import (
+    ASLEEP,
     CONTEXT_LENGTH_MESSAGE,
+    NO_SLEEP_MODE,
+    PAUSED,
     InitBroadcasterBody,
     LoadAdapterBody,
     RequestError,
@@ -361,7 +364,7 @@ class PrimeRoutes:
     def _refuse_asleep(self) -> None:
         """Its cache is gone: it cannot generate, and the weights that wake it up also resume it."""
         if self._is_asleep:
-            raise RequestError("the server sleeps until the next weights")
+            raise RequestError(ASLEEP)
 
     async def is_paused(self) -> JSONResponse:
         return JSONResponse({"is_paused": await self._engine.is_paused()})
@@ -369,9 +372,9 @@ class PrimeRoutes:
     async def sleep(self) -> JSONResponse:
         """Free the GPU's memory once running requests have ended. The next weights or adapter wake the engine up."""
         if not self._may_sleep:
-            raise RequestError("the server was not started with enable_sleep_mode = true")
+            raise RequestError(NO_SLEEP_MODE)
         if self._is_held:
-            raise RequestError("the server is paused: running requests would never end; POST /resume first")
+            raise RequestError(PAUSED)
         async with self._updating:
             if not self._is_asleep:
                 await self._engine.sleep(level=SLEEP_LEVEL, mode="wait")

@@ -59,11 +59,11 @@ from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
 from prime_rl.trainer.rl.loss import setup_loss
 from prime_rl.trainer.rl.loss_trial import try_loss
 from prime_rl.trainer.rl.metrics import NAN, MetricValues, Stopwatch, training_metrics
-from prime_rl.trainer.rl.residence import Residence
 from prime_rl.trainer.rl.rows import Row, check_routes, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, ParityGate, Reference, StepSize
 from prime_rl.trainer.sft.data.conversation import padding_id
 from prime_rl.trainer.telemetry import Telemetry, open_telemetry
+from prime_rl.transport.residence import Residence
 from prime_rl.utils.logger import SUCCESS, count_of, get_logger
 from prime_rl.utils.waiting import Wait, advice_on
 
@@ -367,6 +367,8 @@ class RLTrainer:
         """Make room for an engine that shares the GPU. It samples as soon as a new version is announced."""
         if self.components.residence is not None:
             self.components.residence.leave()
+            if self.process.world_size > 1:
+                dist.barrier()  # announced once all GPUs are free
 
     def _save_if_due(self) -> None:
         checkpoints, step = self.components.checkpoints, self.progress.step
@@ -615,7 +617,7 @@ def setup_residence(
         get_logger().info("offload_while_sampling has no effect on a CPU: weights are in host memory already")
         return None
     models = [*state.models.values(), *(() if reference is None or reference.is_trained else [reference.model])]
-    return Residence(models, [trained.optimizer for trained in state.trained.values()], process)
+    return Residence(models, [trained.optimizer for trained in state.trained.values()], process.device)
 
 
 def setup_broadcast(config: TrainerConfig, paths: RunPaths, process: Process, signals: SignalBox) -> Broadcast:

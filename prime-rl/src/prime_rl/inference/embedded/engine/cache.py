@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class KVSlots:
     @property
     def bytes_per_state(self) -> int:
         """Size of the states of one sequence across all layers; 0 before the first forward pass."""
-        return sum(tensor[0].nbytes for tensor in self._state_tensors())
+        return sum(prod(tensor.shape[1:]) * tensor.element_size() for tensor in self._state_tensors())
 
     def fits(self, rows: int, length: int) -> bool:
         """Whether `rows` sequences of up to `length` tokens fit in the memory budget."""
@@ -79,7 +80,13 @@ class KVSlots:
         ample = rounded_up(length, _AMPLE_LENGTH_STEP, steps_per_doubling=1)
         if self.device.type == "cuda" and self.fits(rows, ample):
             length = ample
-        rows, length = self._rounded_rows(rows), self._rounded_length(length)
+        self._resize(self._rounded_rows(rows), self._rounded_length(length))
+
+    def free(self) -> None:
+        """Give all memory back. The sizes of a token and of a state stay known."""
+        self._resize(0, 0)
+
+    def _resize(self, rows: int, length: int) -> None:
         for index, pair in self._layers.items():
             self._layers[index] = (self._resized(pair[0], rows, length), self._resized(pair[1], rows, length))
         if self.routes is not None:

@@ -115,7 +115,7 @@ class DecodeGraphs:
         if self.is_off:
             return None
         if self._slots.generation != self._generation:
-            self._clear()
+            self.clear()
         key = self.shape_of(len(tokens), max(positions) + 1), adapter
         recorded = self._recorded.get(key)
         if recorded is None or recorded.layers is not _layers_of(adapter):
@@ -159,7 +159,7 @@ class DecodeGraphs:
                 )
         except Exception as exc:  # noqa: BLE001 - whatever failed, the ordinary path computes this step and says why
             self.is_off = True
-            self._clear()
+            self.clear()
             get_logger().warning(f"Decoding goes on without CUDA graphs, because recording failed: {first_line(exc)}")
             return None
         self.num_recorded += 1
@@ -174,7 +174,8 @@ class DecodeGraphs:
             del self._asked[key]
             self._recorded.pop(key, None)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop all recorded steps."""
         self._generation = self._slots.generation
         self._recorded.clear()
         self._asked.clear()

@@ -105,6 +105,10 @@ class Engine:
         self.version = 0
         """Version of the base weights."""
         self.paused = False
+        self.is_asleep = False
+        """Whether weights, keys and values have left the device, until the next update of weights or adapters."""
+        self._falling_asleep: list[Future[None]] = []
+        """Set once the engine is asleep."""
         self.stats = EngineStats()
         self._earlier = EngineStats()
         """Counts of all earlier weights."""
@@ -185,6 +189,13 @@ class Engine:
     def resume(self) -> Future[None]:
         return self._call(lambda: self._set_paused(False))
 
+    def sleep(self) -> Future[None]:
+        """Free the device's memory once all requests have ended. The next update of weights or adapters wakes it up;
+        requests that arrive before wait for it."""
+        asleep: Future[None] = Future()
+        self._call(lambda: self._falling_asleep.append(asleep))
+        return asleep
+
     def stop(self) -> None:
         """Make `run` return after its current step. Pending requests fail with `EngineStopped`."""
         with self._lock:
@@ -211,7 +222,9 @@ class Engine:
         """
         try:
             while self._drain_inbox():
-                if not self.paused:
+                if self._falling_asleep and (self.is_asleep or not self._has_work):
+                    self._fall_asleep()
+                elif not (self.paused or self.is_asleep):
                     self._step()
         finally:
             self.stop()
@@ -220,7 +233,8 @@ class Engine:
     def _drain_inbox(self) -> bool:
         """Process arrived requests and commands; block while there is nothing to generate. Returns False on stop."""
         while True:
-            idle = self.paused or not (self._scheduler.running or self._scheduler.waiting)
+            falls_asleep = self._falling_asleep and (self.is_asleep or not self._has_work)
+            idle = not falls_asleep and (self.paused or self.is_asleep or not self._has_work)
             if idle and self._inbox.empty():
                 self._say_idle()
             try:
@@ -235,8 +249,29 @@ class Engine:
                 self._scheduler.waiting.extend(item.sequences)
                 self._fail_unless_loaded(item)
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _fall_asleep(self) -> None:
+        if not self.is_asleep:
+            self._scheduler.prefixes.clear()
+            self._runner.leave_device()
+            self.is_asleep = True
+            get_logger().info(f"Asleep until the next weights | {self.stats}")
+        for asleep in self._falling_asleep:
+            asleep.set_result(None)
+        self._falling_asleep = []
+
+    def _wake_up(self) -> None:
+        if self.is_asleep:
+            self._runner.come_back()
+            self.is_asleep = False
+
     def _say_idle(self) -> None:
-        if self.paused:
+        if self.is_asleep:
+            self._beats.say("sleeping until the next weights", waits_for=ANYONE)
+        elif self.paused:
             self._beats.say(f"paused, with {self._num_queued} samples in the queue, until a request to /resume")
         else:
             self._beats.say("waiting for requests", waits_for=ANYONE)
@@ -356,6 +391,7 @@ class Engine:
             raise WeightError(
                 "this engine was started without a directory of weights, so it cannot reload its initial ones"
             )
+        self._wake_up()
         tensors = self.weight_source.read(source) if directory else read_weights(source)
         self._runner.load_weights(tensors, source)
         if self.adapters is not None:
@@ -373,6 +409,7 @@ class Engine:
         if self.adapters is None:
             raise WeightError("this server was started without enable_lora")
         check_base_version(self.version)
+        self._wake_up()
         version = self.adapters.load(name, directory).version
         self._log_swap(f"Adapter {name}: version {version}", started)
         return version
@@ -414,6 +451,8 @@ class Engine:
 
     def _fail_pending(self) -> None:
         error = EngineStopped("the engine stopped before the request was complete")
+        for asleep in self._falling_asleep:
+            asleep.set_exception(error)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             sequence.request.fail(error)
         while not self._inbox.empty():

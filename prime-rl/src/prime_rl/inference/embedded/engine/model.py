@@ -38,6 +38,7 @@ from prime_rl.transport.loading import (
     float32_names,
     unchanged,
 )
+from prime_rl.transport.residence import Residence
 from prime_rl.transport.routing import Routers, Routing
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.model_lengths import bypassed_layers, fix_rotary_lengths, tightened
@@ -154,6 +155,7 @@ class ModelRunner:
         """Directory of the initial weights; None if they cannot be reloaded."""
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
+        self._residence = Residence([model], [], model.device)
         self._hooks = LinearHooks()
         self.state_layers = StateLayers(model, self.slots, lambda: self._hooks)
         """Layers of a hybrid model that keep a state in the slots; none in others."""
@@ -205,6 +207,19 @@ class ModelRunner:
         load_weights(self.model, tensors, source)
         if self._fused is not None:
             self._fused.refresh()
+
+    @torch.inference_mode(mode=False)
+    def leave_device(self) -> None:
+        """Move the weights to host memory and free keys, values and graphs. No sequence may be running."""
+        self.slots.free()
+        if self.graphs is not None:
+            self.graphs.clear()
+        self._residence.leave()
+
+    @torch.inference_mode(mode=False)
+    def come_back(self) -> None:
+        """Take memory for the weights again; keys and values take theirs when sequences need it."""
+        self._residence.come_back()
 
     @torch.inference_mode()
     def forward(

@@ -34,6 +34,9 @@ from prime_rl.inference.embedded.http.answers import (
 from prime_rl.inference.guards import HEALTH, METRICS, BoundBodies, RequireKey
 from prime_rl.inference.model_files import AdapterMissing, WeightError
 from prime_rl.inference.protocol import (
+    ASLEEP,
+    NO_SLEEP_MODE,
+    PAUSED,
     ChatBody,
     CompletionBody,
     InitBroadcasterBody,
@@ -99,6 +102,7 @@ class Api:
             "/reload_weights": self.reload_weights,
             "/pause": self.pause,
             "/resume": self.resume,
+            "/sleep": self.sleep,
             "/load_lora_adapter": self.load_adapter,
             "/init_broadcaster": self.init_broadcaster,
         }
@@ -106,6 +110,7 @@ class Api:
             "/health": self.health,
             "/v1/models": self.models,
             "/is_paused": self.is_paused,
+            "/is_sleeping": self.is_sleeping,
             "/load": self.load,
             METRICS: self.metrics,
         }
@@ -193,15 +198,33 @@ class Api:
     async def pause(self, request: Request) -> Response:
         if request.query_params.get("mode", "keep") != "keep":
             raise RequestError("This engine supports only mode=keep: requests stay and continue after /resume")
+        self._refuse_asleep()
         await _on_engine(self.ready().engine.pause)
         return _json({"status": "paused"})
 
     async def resume(self, _: Request) -> Response:
+        self._refuse_asleep()
         await _on_engine(self.ready().engine.resume)
         return _json({"status": "resumed"})
 
     async def is_paused(self, _: Request) -> Response:
         return _json({"is_paused": self.ready().engine.paused})
+
+    def _refuse_asleep(self) -> None:
+        if self.ready().engine.is_asleep:
+            raise RequestError(ASLEEP)
+
+    async def sleep(self, _: Request) -> Response:
+        service = self.ready()
+        if not service.may_sleep:
+            raise RequestError(NO_SLEEP_MODE)
+        if service.engine.paused:
+            raise RequestError(PAUSED)
+        await _on_engine(service.engine.sleep)
+        return _json({"status": "sleeping"})
+
+    async def is_sleeping(self, _: Request) -> Response:
+        return _json({"is_sleeping": self.ready().engine.is_asleep})
 
     async def metrics(self, _: Request) -> Response:
         """Gauges in Prometheus's text format. They are missing while the model loads."""

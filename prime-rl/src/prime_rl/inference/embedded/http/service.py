@@ -60,6 +60,8 @@ class Service:
     """Generates seeds for requests without one."""
     tool_parser: ToolParser | None = None
     """Parser for tool calls; None if the server was started without one."""
+    may_sleep: bool = False
+    """Whether the config allows `/sleep`."""
 
     @property
     def adapters(self) -> dict[str, Adapter]:

@@ -1,4 +1,7 @@
-"""Where a trainer's weights and optimizer states are: on the GPU, or in host memory while an engine samples there."""
+"""Where weights and optimizer states are: on the GPU, or in host memory while another process computes there.
+
+A trainer leaves while an engine samples on its GPU, and an engine while the trainer computes.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import swap_tensors
-
-from prime_rl.trainer.process.world import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Residence:
     which remain the same objects, hold the host's copy: checkpoints and exports read them as always.
     """
 
-    def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], process: Process) -> None:
+    def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> None:
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self._process = process
+        self._device = device
         self._rooms: dict[tuple[int, int], Tensor] = {}
         """Host memory that has been allocated, by the address of a storage object and its size."""
         self._moved: list[_Moved] = []
@@ -47,8 +47,8 @@ class Residence:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Give the memory back, and return when it is free on all processes. Collective."""
-        if self._moved:
+        """Give the memory back, and return when it is free."""
+        if self._moved or self._device.type != "cuda":
             return
         by_storage: dict[int, _Moved] = {}
         copies: list[tuple[Tensor, Tensor]] = []
@@ -62,7 +62,7 @@ class Residence:
             host = by_storage[storage._cdata].on_host.untyped_storage()
             copy = torch.empty(0, dtype=part.dtype).set_(host, part.storage_offset(), part.size(), part.stride())
             copies.append((tensor, _like(tensor, copy)))
-        torch.cuda.synchronize(self._process.device)
+        torch.cuda.synchronize(self._device)
         for tensor, copy in copies:
             swap_tensors(tensor, copy)
         self._swapped = copies
@@ -70,16 +70,14 @@ class Residence:
         for moved in self._moved:
             moved.storage.resize_(0)
         torch.cuda.empty_cache()
-        if self._process.world_size > 1:
-            dist.barrier()
 
     def left_on_gpu(self) -> int:
         """Bytes of the GPU that this process has, without CUDA's own."""
-        return torch.cuda.memory_reserved(self._process.device)
+        return torch.cuda.memory_reserved(self._device)
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Take the memory again."""
+        """Take the memory again. What is queued on the GPU next waits for the copies, the host does not."""
         for moved in self._moved:
             moved.storage.resize_(moved.on_host.nbytes)
             moved.on_gpu.copy_(moved.on_host, non_blocking=True)
