@@ -28,6 +28,17 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
     "dtype": "bfloat16",
 }
+QWEN3_30B_A3B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+LONG = ("--model.ac.freq", "1", "--data.seq-len", "32768", "--data.micro-batch-size", "1", "--data.batch-size")
 SFT = """
 [model]
 name = "{model}"
@@ -88,6 +99,30 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path) -> None:
     found = [answer("medarc_train", *words, "--optim.type", optim)["change"] for optim in ("adamw", "adamw8bit")]
     # States of 8 bits stay on the GPU.
     assert [each["set"] for each in found] == ["model.optim_cpu_offload = true", "model.lora.rank = 16"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "proposed"),
+    [
+        # With cp = 2 each process computes twice as many rows, and then FSDP would send more for experts than ep does.
+        (QWEN3_30B_A3B, ("80", *LONG, "32"), "model.cp = 2, model.ep = 8"),
+        (QWEN3_8B, ("32", *LONG, "32"), "model.cp = 2, model.tp = 2"),
+        (QWEN3_8B | {"num_attention_heads": 12, "num_key_value_heads": 4}, ("32", *LONG, "32"), "model.cp = 2"),
+        (QWEN3_8B, ("80", *LONG, "32", "--model.dp-replicate", "8"), "model.dp_replicate = 1"),
+    ],
+    ids=["experts", "dense", "few heads", "copies"],
+)
+def test_a_mesh_of_the_same_gpus_is_proposed_that_fits_and_is_accepted(
+    sft_toml: Path, model: Path, config: dict[str, Any], words: tuple[str, ...], proposed: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(config))
+    words = ("medarc_train", "sft", sft_toml, "--gpus", "8", "--gpu", *words)
+    found = answer(*words)
+    assert found["change"] == {"set": proposed, "verdict": "fits"}
+    keys = (part.split(" = ") for part in proposed.split(", "))
+    applied = [f"--{key}={value}" for key, value in keys]
+    after = answer(*words, *applied)
+    assert (after["verdict"], after["change"]) == ("fits", None)
 
 
 def test_adapters_on_a_small_gpu_are_trained_on_weights_in_4_bits(sft_toml: Path) -> None:

@@ -81,7 +81,7 @@ def sft_answer(
     def estimate(run: Variant) -> Estimate:
         return estimate_sft(run.config, shape, run.train, gpu, _device(config.device, gpu, in_job), frozen)
 
-    return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate)
+    return _answer(Variant(config, gpus), list(sft_changes(config, gpus)), estimate, shape)
 
 
 def rl_answer(
@@ -106,7 +106,8 @@ def rl_answer(
 
     train, infer = _gpus(config)
     infer = 0 if single_gpu else infer
-    return _answer(Variant(config, train, infer), list(rl_changes(config, train, infer)), estimate)
+    trained_shapes = [shape] if critic is None else [shape, others[CRITIC]]
+    return _answer(Variant(config, train, infer), list(rl_changes(config, train, infer)), estimate, *trained_shapes)
 
 
 def _gpus(config: RLConfig) -> tuple[int, int]:
@@ -131,12 +132,16 @@ def _shape(name: str, num_layers: int | None = None) -> ModelShape:
         raise UsageError(f"--estimate: {name}: {fault}") from fault
 
 
-def _answer(run: Variant, changes: Sequence[Change], estimate: Callable[[Variant], Estimate]) -> Answer:
+def _answer(
+    run: Variant, changes: Sequence[Change], estimate: Callable[[Variant], Estimate], *trained: ModelShape
+) -> Answer:
     from prime_rl.checks.memory.changes import nearest_change
+    from prime_rl.checks.model_description import ModelDescription
 
     found = estimate(run)
-    needs_change = found.verdict in ("tight", "does not fit")
-    return Answer(found, nearest_change(run, changes, estimate) if needs_change else None)
+    if found.verdict not in ("tight", "does not fit"):
+        return Answer(found, None)
+    return Answer(found, nearest_change(run, changes, estimate, [ModelDescription(each.config) for each in trained]))
 
 
 def _print(title: str, answer: Answer, options: EstimateOptions) -> int:

@@ -344,7 +344,7 @@ class SFTConfig(LaunchedConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults([*training_faults(self), *self._sequence_faults(), *self._faults(), *evaluation_faults(self)])
+        raise_faults(self.faults())
         if self.data.seq_len is not NOT_SET:
             derive(self.model, "data.seq_len decides", seq_len=self.data.seq_len)
         fill_tokenizer(self.tokenizer, self.model)
@@ -356,6 +356,13 @@ class SFTConfig(LaunchedConfig):
             copies = deployment.num_nodes // deployment.nodes_per_fsdp_group
             derive(self.model, "deployment.nodes_per_fsdp_group", dp_replicate=copies)
         return self
+
+    def faults(self) -> Iterator[str]:
+        """Which of the keys do not go together."""
+        yield from training_faults(self)
+        yield from self._sequence_faults()
+        yield from self._faults()
+        yield from evaluation_faults(self)
 
     def _sequence_faults(self) -> Iterator[str]:
         data = self.data

@@ -429,7 +429,7 @@ class TrainerConfig(RootConfig):
     def _check_rules(self) -> Self:
         if self.critic is not None:
             follow_policy(self.critic, self)
-        raise_faults([*training_faults(self), *self._faults()])
+        raise_faults(self.faults())
         fill_tokenizer(self.tokenizer, self.model)
         for text in critic_warnings(self, self.critic) if self.critic is not None else ():
             warnings.warn(text, ConfigWarning, stacklevel=2)
@@ -470,6 +470,11 @@ class TrainerConfig(RootConfig):
         if self.max_steps is None or self.critic is None:
             return self.max_steps
         return max(0, self.max_steps - self.critic.warmup_steps)
+
+    def faults(self) -> Iterator[str]:
+        """Which of the keys do not go together."""
+        yield from training_faults(self)
+        yield from self._faults()
 
     def _faults(self) -> Iterator[str]:
         if self.reference is not None and self.loss.type != "custom" and self.loss.kl_coef == 0:

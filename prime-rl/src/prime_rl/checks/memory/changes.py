@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prime_rl.checks.memory.estimate import Component, Estimate
+from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import (
     ActivationCheckpointConfig,
     LoRAConfig,
@@ -17,7 +18,6 @@ from prime_rl.configs.model import (
     division_fault,
     product_of,
 )
-from prime_rl.configs.trainer import training_faults
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
 
 ModelT = TypeVar("ModelT", bound="BaseModel")
+MESH = "mesh"
 _MOST_CHANGES = 3
 _NODE_GPUS = (2, 4, 8)
 _MOST_TRAIN_GPUS = 4
@@ -51,39 +52,76 @@ class Change:
     text: str
     """The key with its new value, as the user would write it."""
     apply: Callable[[Variant], Variant]
+    is_free: bool = False
+    """It costs less than sending more would."""
+
+
+Found = tuple[str, Estimate]
 
 
 def nearest_change(
-    start: Variant, changes: Sequence[Change], estimate: Callable[[Variant], Estimate]
-) -> tuple[str, Estimate] | None:
+    start: Variant,
+    changes: Sequence[Change],
+    estimate: Callable[[Variant], Estimate],
+    models: Sequence[ModelDescription] = (),
+) -> Found | None:
     """The first of the smallest combinations of `changes` with which the run fits, and its estimate.
 
-    If none fits, the one that needs least and is at most tight. None if nothing helps.
+    If none fits, the one that needs least and is at most tight. None if nothing helps. `models` are trained: nothing is
+    proposed that cannot divide them. Of several meshes, the one that sends least counts as the first.
     """
-    best: tuple[str, Estimate] | None = None
+
+    def tried(combination: Iterable[Change]) -> Found | None:
+        variant, text = start, ", ".join(change.text for change in combination)
+        for change in combination:
+            variant = change.apply(variant)
+        return None if _is_refused(variant.config, models) else (text, estimate(variant))
+
+    tried_meshes = [(change, found[1]) for change in changes if change.key == MESH and (found := tried([change]))]
+    meshes = [change for change, _ in sorted(tried_meshes, key=lambda pair: _sent(pair[1]))]
+    others = [change for change in changes if change.key != MESH]
+    if meshes:
+        smallest, _ = min(tried_meshes, key=lambda pair: pair[1].share)
+        others.insert(sum(change.is_free for change in others), smallest)
+    best: Found | None = None
     for size in range(1, _MOST_CHANGES + 1):
-        for combination in combinations(changes, size):
-            if len({change.key for change in combination}) < size:
+        for combination in combinations(others, size):
+            if len({change.key for change in combination}) < size or (found := tried(combination)) is None:
                 continue
-            variant = start
-            for change in combination:
-                variant = change.apply(variant)
-            if any(True for _ in _faults(variant.config)):
-                continue
-            found = estimate(variant)
-            text = ", ".join(change.text for change in combination)
-            if found.verdict == "fits":
-                return text, found
-            if found.verdict == "tight" and (best is None or found.share < best[1].share):
-                best = text, found
+            if found[1].verdict == "fits":
+                # If the smallest mesh is among them, a cheaper one may do.
+                cheaper = ([mesh if change.key == MESH else change for change in combination] for mesh in meshes)
+                each = filter(None, map(tried, cheaper)) if any(one.key == MESH for one in combination) else ()
+                return next((one for one in each if one[1].verdict == "fits"), found)
+            if found[1].verdict == "tight" and (best is None or found[1].share < best[1].share):
+                best = found
     return best
 
 
-def _faults(config: Any) -> Iterator[str]:
-    """Why a changed config is refused."""
+def _sent(estimate: Estimate) -> int:
+    return estimate.components[0].sent_bytes
+
+
+def _is_refused(config: Any, models: Iterable[ModelDescription]) -> bool:
+    """Whether a changed config breaks a rule that a written one is held to."""
     trainer = getattr(config, "trainer", config)
-    yield from trainer.model.faults()
-    yield from training_faults(trainer)
+    faults = chain(trainer.model.faults(), trainer.faults(), config.faults())
+    divisions = (model.division_fault(trainer.model) for model in models)
+    return any(True for _ in chain(faults, filter(None, divisions)))
+
+
+def _meshes(model: ModelConfig, path: str, processes: int) -> Iterator[Change]:
+    """Other divisions of the same processes, for the same rows."""
+    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
+    own = {axis: getattr(model, axis) for axis in ("dp_replicate", "cp", "tp", "ep")}
+    for found in product([size for size in sizes if own["dp_replicate"] % size == 0], sizes, sizes, sizes):
+        mesh = dict(zip(own, found, strict=True))
+        is_repeated = mesh["ep"] == mesh["tp"] > 1  # `tp` alone divides experts, too
+        if mesh == own or is_repeated or division_fault(model.model_copy(update=mesh), processes) is not None:
+            continue
+        changed = {f"{path}.{axis}": size for axis, size in mesh.items() if size != own[axis]}
+        text = ", ".join(f"{key} = {size}" for key, size in changed.items())
+        yield Change(MESH, text, lambda run, changed=changed: _with_all(run, changed))  # type: ignore[misc]
 
 
 def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
@@ -94,7 +132,8 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
     rows = config.data.micro_batch_size
     yield from _free_changes(config.model, "model")
     if rows > 1:
-        yield _set("data.micro_batch_size", 1)
+        yield replace(_set("data.micro_batch_size", 1), is_free=True)
+    yield from _meshes(config.model, "model", processes)
     if config.deployment.type == "multi_node":
         for times in _MORE_NODES:
             if config.data.batch_size % (times * processes // sharing * rows) == 0:
@@ -102,17 +141,20 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
     for gpus in _NODE_GPUS if config.deployment.type == "single_node" else ():
         is_possible = gpus > processes and division_fault(config.model, gpus) is None
         if is_possible and config.data.batch_size % (gpus // sharing * rows) == 0:
-            yield Change("gpus", f"--gpus {gpus}", lambda run, gpus=gpus: Variant(run.config, gpus))  # type: ignore[misc]
+            yield _more_gpus("--gpus", "deployment.num_gpus", gpus)
     yield from _slow_changes(config.model, "model")
     for part in (2, 4):
         if seq_len // part >= 128:
-            yield _set("data.seq_len", seq_len // part)
+            lengths = {"data.seq_len": seq_len // part, "model.seq_len": seq_len // part}
+            text = f"data.seq_len = {seq_len // part}"
+            yield Change("data.seq_len", text, lambda run, lengths=lengths: _with_all(run, lengths))  # type: ignore[misc]
 
 
 def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
     """Changes that may make a run of RL smaller, cheapest first."""
     inference, limits = config.inference, config.orchestrator
     yield from _free_changes(config.trainer.model, "trainer.model")
+    yield from _meshes(config.trainer.model, "trainer.model", train)
     if inference is not None:
         longest = inference.model.max_model_len
         if longest is None or longest > limits.seq_len:
@@ -133,8 +175,7 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
         yield from (_split(tp) for tp in _NODE_GPUS if inference is not None and infer % tp == 0)
     for gpus in _NODE_GPUS if deployment.type == "single_node" else ():
         if infer and train < gpus <= _MOST_TRAIN_GPUS:
-            text = f"--train-gpus {gpus}"
-            yield Change("gpus", text, lambda run, gpus=gpus: Variant(run.config, gpus, run.infer))  # type: ignore[misc]
+            yield _more_gpus("--train-gpus", "deployment.num_train_gpus", gpus)
         if infer and inference is not None and infer < gpus < 8:
             yield _tensor_parallel(gpus)
     yield from _slow_changes(config.trainer.model, "trainer.model")
@@ -146,7 +187,8 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
 def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
     """Changes that cost time, but leave the result as it is."""
     if model.ac is None or model.ac.freq > 1:
-        yield Change(f"{path}.ac", f"{path}.ac.freq = 1", lambda run: _with(run, f"{path}.ac", _EVERY_BLOCK))
+        text, key = f"{path}.ac.freq = 1", f"{path}.ac"
+        yield Change(key, text, lambda run: _with(run, key, _EVERY_BLOCK), is_free=True)
 
 
 def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
@@ -186,9 +228,15 @@ def _tensor_parallel(gpus: int) -> Change:
     text = f"--infer-gpus {gpus}, inference.parallel.tp = {gpus}"
 
     def apply(run: Variant) -> Variant:
-        return _with(Variant(run.config, run.train, gpus), "inference.parallel.tp", gpus)
+        changed = {"deployment.num_infer_gpus": gpus, "inference.parallel.tp": gpus, "inference.parallel.dp": 1}
+        return _with_all(replace(run, infer=gpus), changed)
 
     return Change("infer_gpus", text, apply)
+
+
+def _more_gpus(option: str, key: str, gpus: int) -> Change:
+    """More GPUs of a node for the trainer."""
+    return Change("gpus", f"{option} {gpus}", lambda run: replace(_with(run, key, gpus), train=gpus))
 
 
 def _more_nodes(option: str, key: str, nodes: int) -> Change:
@@ -226,6 +274,12 @@ def _set(path: str, value: float | bool) -> Change:
 
 def _with(run: Variant, path: str, value: object) -> Variant:
     return Variant(_replaced(run.config, path, value), run.train, run.infer)
+
+
+def _with_all(run: Variant, values: Mapping[str, object]) -> Variant:
+    for path, value in values.items():
+        run = _with(run, path, value)
+    return run
 
 
 def _replaced(config: ModelT, path: str, value: object) -> ModelT:
@@ -358,5 +412,6 @@ def _component(part: Component) -> dict[str, Any]:
         "needed_bytes": part.needed_bytes,
         "room_bytes": part.room_bytes,
         "verdict": part.verdict,
+        "sent_bytes": part.sent_bytes,
         "notes": list(part.notes),
     }

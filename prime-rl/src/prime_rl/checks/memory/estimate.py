@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from prime_rl.checks.disk import DiskForecast, ModelSize, forecast_disk
 from prime_rl.checks.engines import has_vllm
 from prime_rl.checks.memory.shapes import ModelShape, count
+from prime_rl.checks.memory.traffic import traffic_of_row
 from prime_rl.checks.memory.training import (
     BYTES,
     STATES,
@@ -236,6 +237,8 @@ class Component:
     elastic_bytes: int = 0
     """The share of the parts that shrinks to the room there is: of the key-value cache, all but one sequence."""
     notes: Sequence[str] = ()
+    sent_bytes: int = 0
+    """What a process of a trainer sends to the others, for as many tokens as a row has."""
 
     @property
     def needed_bytes(self) -> int:
@@ -437,7 +440,13 @@ def _trainer(
     loading = max(map(loading_memory, trained)) / 2**30
     notes.append(f"host memory while loading: {loading:.2f} GiB for each process of the trainer{without}")
     parts = {**peak_memory(training), **own, **(more or {})}
-    return Component("trainer", training.processes, parts, room, notes=notes)
+    sharing, _ = product_of(training.model, "cp", "tp")
+    traffic = {axis: sharing * size for axis, size in traffic_of_row(training).items()}
+    sent = sum(traffic.values())
+    if sent:
+        of_axes = ", ".join(f"{axis} {size / 2**30:.2f}" for axis, size in traffic.items())
+        notes.append(f"sent by each process, for the tokens of one row: {sent / 2**30:.2f} GiB ({of_axes})")
+    return Component("trainer", training.processes, parts, room, notes=notes, sent_bytes=sent)
 
 
 @dataclass(frozen=True, slots=True)

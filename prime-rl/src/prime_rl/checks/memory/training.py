@@ -310,7 +310,7 @@ class Training:
         if lora is None:
             return self.shape.parameters
         saved = [shape for name, shape in self.shape.tensors.items() if _is_saved(lora, name)]
-        return sum(map(prod, saved)) + sum(_adapters(block, lora) for block in self.shape.blocks)
+        return sum(map(prod, saved)) + sum(adapter_parameters(block, lora) for block in self.shape.blocks)
 
     @property
     def weights(self) -> int:
@@ -495,7 +495,7 @@ def _in_backward(training: Training) -> Parts:
         largest = max(training.shape.blocks, key=count)
         lora, size = training.model.lora, training.compute_bytes
         own = _of_one_process(largest, training.model)
-        trained = own if lora is None else _adapters(training.shape.blocks[0], lora)
+        trained = own if lora is None else adapter_parameters(training.shape.blocks[0], lora)
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
         matrix = max(_of_one_process({name: of}, training.model) for name, of in largest.items())
         computing = temporary + size * (matrix if lora is None else 0)
@@ -579,7 +579,7 @@ def quantized_bytes(shape: Sequence[int]) -> int:
     return 2 * prod(shape[:-1]) * (columns + _FLOAT32 * (columns // QUANTIZED_BLOCK))
 
 
-def _adapters(block: Tensors, lora: LoRAConfig) -> int:
+def adapter_parameters(block: Tensors, lora: LoRAConfig) -> int:
     """Parameters of the adapters of a block."""
     total = 0
     for path in (path for path in linear_paths(block) if is_target(lora, path)):

@@ -1,6 +1,7 @@
 """A whole RL run: root of `rl`."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -77,7 +78,11 @@ class RLConfig(RunSections, LaunchedConfig):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        raise_faults(run_faults(self, has_slurm=self.slurm is not None or self.launcher == "ray"))
+        raise_faults(self.faults())
         for text in run_warnings(self):
             warnings.warn(text, ConfigWarning, stacklevel=2)
         return self
+
+    def faults(self) -> Iterator[str]:
+        """Which of the keys of different sections do not go together."""
+        return run_faults(self, has_slurm=self.slurm is not None or self.launcher == "ray")
