@@ -120,6 +120,12 @@ CASES = {
     "teacher that is not there": Case(
         "sft", "--distillation.teacher {dir}/model", "distillation.teacher = {dir}/model: no such directory"
     ),
+    "tokenizer of a teacher that is not there": Case(
+        "rl",
+        "--orchestrator.teacher-model.client.base-url http://127.0.0.1:9/v1 --trainer.loss.teacher-tau 1 "
+        "--orchestrator.teacher-model.tokenizer {dir}/other",
+        "orchestrator.teacher_model.tokenizer: {dir}/other has no tokenizer.json",
+    ),
     "model folder that is not there": Case("sft", "--model.name {dir}/model", "model: no such directory"),
     "model folder of nothing": Case(
         "rl", "--model.name {dir}/model", "model: the folder has no config.json", {"model/tokenizer.json": "{}"}

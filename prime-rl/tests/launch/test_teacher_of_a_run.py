@@ -25,6 +25,7 @@ from prime_rl.configs.rollouts.judges import TEACHER
 from prime_rl.launch.plan import rl_request
 from prime_rl.orchestrator.batches.teacher import Teachers
 from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.rollouts.rollout import Line
 from prime_rl.run.paths import RunPaths
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.pydantic_config import ConfigWarning, load_config
@@ -157,7 +158,7 @@ async def test_what_a_teacher_cannot_score_is_one_line(distillation, settings, t
 
     async def ask() -> None:
         await teacher.wait_ready(None)
-        await teacher.score([(sample, None)])
+        await teacher.score([Line(sample)])
 
     with pytest.raises(OrchestratorError, match=fault):
         await ask()

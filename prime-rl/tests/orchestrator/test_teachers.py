@@ -10,11 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFKC
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+from tokenizers.trainers import BpeTrainer
 
 from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.orchestrator.batches.teacher import Teachers, filled_hint
 from prime_rl.orchestrator.errors import OrchestratorError
+from prime_rl.orchestrator.rollouts.token_texts import Alignment, spread_spans
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 
@@ -104,6 +112,79 @@ async def test_scores_are_mixed_by_weight_and_a_hint_is_read_by_its_teacher_only
     await teachers.close()
 
 
+TEXTS = ["Answer: naïve café 🙂🙃 — 12.5 mg", "  blanks\n\n and\ttabs ", "ééé 日本語 日本", ""]
+
+
+def byte_tokenizer(size: int) -> Tokenizer:
+    """Merges of the most frequent bytes: characters are whole, or in parts that may lie in one token with others."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=size, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([*TEXTS, "Answer", "caf", "日本 café mg mg"], trainer)
+    tokenizer.add_special_tokens([f"<|end of {size}|>"])
+    return tokenizer
+
+
+def boundaries(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Bytes up to the end of each token: a vocabulary of bytes writes each as one letter."""
+    return [sum(len(tokenizer.id_to_token(each)) for each in ids[: at + 1]) for at in range(len(ids))]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_spans_of_two_tokenizers_are_as_short_as_possible_and_keep_the_teachers_sum(text: str) -> None:
+    policy, teacher = byte_tokenizer(290), byte_tokenizer(310)
+    ids = policy.encode(text).ids
+    values = np.random.default_rng(0).normal(-2, 1, len(ids))
+    alignment = Alignment(policy, teacher)
+    ours, is_ended = alignment.read([*ids, policy.token_to_id("<|end of 290|>")])
+    theirs, tokens = alignment.write(ours.text)
+    scores = np.random.default_rng(1).normal(-2, 1, len(tokens))
+    assert is_ended
+    assert ours.text == text
+    assert tokens == teacher.encode(text).ids
+    found = spread_spans(ours, values.tolist(), theirs, scores.tolist())
+    ends, their_ends = boundaries(policy, ids), boundaries(teacher, tokens)
+    expected, begin, their_begin = list[float](), 0, 0
+    for at, end in enumerate(ends):
+        if end in their_ends:
+            their_at = their_ends.index(end) + 1
+            span = values[begin : at + 1]
+            gap = scores[their_begin:their_at].sum() - span.sum()
+            expected += (span + gap / len(span)).tolist()
+            begin, their_begin = at + 1, their_at
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert sum(found) == pytest.approx(scores.sum(), abs=1e-12)
+    own, own_ids = Alignment(policy, policy).write(text)
+    assert own_ids == ids
+    assert spread_spans(ours, values.tolist(), own, values[::-1].tolist()) == values[::-1].tolist()
+
+
+def test_what_a_teacher_cannot_score_keeps_the_policys_own_value() -> None:
+    policy, teacher = byte_tokenizer(256), byte_tokenizer(310)
+    alignment = Alignment(policy, teacher)
+    cut = policy.encode("xy🙂").ids[:-1]
+    ours, is_ended = alignment.read(cut)
+    theirs, tokens = alignment.write(ours.text)
+    assert (ours.text, is_ended) == ("xy", False)
+    found = spread_spans(ours, [-1.0] * len(cut), theirs, [-3.0] * len(tokens))
+    assert found == [-3.0, -3.0, -1.0, -1.0, -1.0]
+    # A tokenizer that normalizes: from the first other character on, all is one span.
+    teacher.normalizer = NFKC()
+    ours, _ = alignment.read(policy.encode("xy\u2460\u2461").ids)
+    theirs, tokens = alignment.write(ours.text)
+    assert theirs.data == b"xy12"
+    found = spread_spans(ours, [-1.0] * 8, theirs, [-3.0] * len(tokens))
+    assert found == pytest.approx([-3.0, -3.0, *[-(len(tokens) - 2) / 2] * 6])
+    assert alignment.end_of_turn([5, 1, 310, 9], [5, 2, 310, 9]) is None
+    end = teacher.token_to_id("<|end of 310|>")
+    assert alignment.end_of_turn([end, 1, end, 9], [end, 2, end, 9]) == end
+    written = Tokenizer(BPE(unk_token=None))
+    written.pre_tokenizer, written.decoder = Metaspace(), MetaspaceDecoder()
+    written.train_from_iterator(["▁ab ab"], BpeTrainer(vocab_size=9, show_progress=False))
+    theirs, _ = Alignment(policy, written).write("ab ab")
+    assert (theirs.data, theirs.ends) == (b"ab ab", [2, 5])
+
+
 OUTSIDE = ["--orchestrator.teacher-model.client.base-url", "http://teacher:8000/v1", "--trainer.loss.teacher-tau", "1"]
 POLICY = ["--orchestrator.teacher-model.is-policy", "--trainer.loss.teacher-tau", "1"]
 
@@ -126,6 +207,8 @@ POLICY = ["--orchestrator.teacher-model.is-policy", "--trainer.loss.teacher-tau"
             [*POLICY, "--orchestrator.teacher-model.hint", "{answer}", "--teacher-inference.model.name", "x/y"],
             "exclude each other",
         ),
+        ([*OUTSIDE, "--orchestrator.teacher-model.tokenizer", "x/y", "--trainer.distillation.beta", "1"], "two token"),
+        ([*POLICY, "--orchestrator.teacher-model.tokenizer", "x/y"], "the policy has its own tokenizer"),
     ],
 )
 def test_what_cannot_teach_is_refused(words: list[str], fault: str) -> None:

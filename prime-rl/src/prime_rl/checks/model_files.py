@@ -286,6 +286,12 @@ def other_token(model: str, other: str, start: StartDir) -> str | None:
     return None
 
 
+def lacks_fast_tokenizer(name: str, start: StartDir) -> bool:
+    """Whether it is a folder without `tokenizer.json`."""
+    folder = start.find(name)
+    return (looks_like_path(name) or folder.is_dir()) and not (folder / "tokenizer.json").is_file()
+
+
 def _local_folder(name: str, start: StartDir) -> Path | None:
     folder = start.find(name)
     return folder if folder.is_dir() else snapshot_in_cache(name, default_hub_cache())

@@ -15,6 +15,7 @@ from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.model_files import (
     adapter_faults,
     describe,
+    lacks_fast_tokenizer,
     model_fault,
     other_model_fault,
     other_token,
@@ -263,16 +264,26 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         if teacher.is_policy:
             continue
         yield from _header_faults(f"orchestrator.{key}.client", teacher.client, start)
-        if (token := other_token(trainer.model.name, teacher.model.name, start)) is not None:
+        named = f"orchestrator.{key}.tokenizer"
+        if teacher.tokenizer is not None:
+            yield from _alignment_faults(named, teacher.tokenizer, trainer.model.name, start)
+        elif (token := other_token(trainer.model.name, teacher.model.name, start)) is not None:
             yield (
                 f"the teacher {teacher.model.name} has a different tokenizer from {trainer.model.name}: token {token}; "
-                "use a teacher with the same tokenizer"
+                f"to compare their texts, set {named} = {teacher.model.name!r}"
             )
     if server is not None:
         key = "model.name" if is_shared else "inference.model.name"
         yield from _named_faults(key, server.model.name, start)
         yield from _server_faults(server, start, judges_model=not (untrained and is_shared))
         yield from _rotary_faults(trainer, server, start)
+
+
+def _alignment_faults(key: str, theirs: str, ours: str, start: StartDir) -> Iterator[str]:
+    """The orchestrator needs the texts of the tokens of both."""
+    for name in (theirs, ours):
+        if lacks_fast_tokenizer(name, start):
+            yield f"{key}: {name} has no tokenizer.json, and the texts of both tokenizers are compared: save it there"
 
 
 def _replay_faults(model: str, start: StartDir) -> Iterator[str]:

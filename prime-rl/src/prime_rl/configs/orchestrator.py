@@ -255,7 +255,11 @@ class TeacherModelConfig(BaseConfig):
     """How to reach the teacher's servers, which take turns. `rl` sets it if it starts one."""
 
     model: ModelConfig = ModelConfig()
-    """The teacher. Its tokenizer must be the policy's. `rl` sets its name if it starts the server."""
+    """The teacher. `rl` sets its name if it starts the server."""
+
+    tokenizer: str | None = Field(None, min_length=1)
+    """The teacher's tokenizer, if it is not the policy's: a folder or a hub id. The teacher then reads the text of each
+    answer in its own tokens, and stretches of the same text are compared. None: the policy's tokenizer."""
 
     top_k: int | None = Field(None, ge=1, le=MAX_TOP_K)
     """Number of the likeliest tokens to ask for at each trained place. `rl` sets it to `trainer.distillation.top_k`.
@@ -519,12 +523,20 @@ class OrchestratorConfig(RootConfig):
                 yield f"{key}.is_policy: a policy with LoRA adapters cannot be its own teacher; name a server"
             if (self.client if teacher.is_policy else teacher.client).is_elastic:
                 yield f"{key}: a teacher's servers cannot be elastic; name them in client.base_url"
-            for env in self.env if teacher.hint else ():
+            for env in self.env if teacher.hint or teacher.tokenizer else ():
                 if env.is_agent and teacher.scores(env.name or env.id):
+                    own = "hint" if teacher.hint else "tokenizer"
                     yield (
-                        f"{key}.hint: agents and workflows have several conversations, and a hint is put into one "
-                        f"prompt; leave {env.name or env.id!r} out of {key}.envs"
+                        f"{key}.{own}: agents and workflows have several conversations, and the teacher reads one; "
+                        f"leave {env.name or env.id!r} out of {key}.envs"
                     )
+            if teacher.tokenizer and teacher.is_policy:
+                yield f"{key}.tokenizer: the policy has its own tokenizer; remove it"
+            if teacher.tokenizer and teacher.top_k is not None:
+                yield (
+                    f"{key}.tokenizer: trainer.distillation compares probabilities of the same tokens, which two "
+                    "tokenizers do not have; remove it, and set trainer.loss.teacher_tau"
+                )
             if teacher.is_policy and teacher.hint is None:
                 yield f"{key}.is_policy: without a hint, the policy has nothing to teach itself; set {key}.hint"
         if teachers and len({teacher.top_k for teacher in teachers.values()}) > 1:

@@ -373,6 +373,7 @@ async def ready_teachers(
             for each in config.all_teachers.values()
         ],
         lambda example: environments[example.env].content(example.row),
+        config.model.name,
     )
     closing.push_async_callback(teachers.close)
     if any(each.hint is not None for each in config.all_teachers.values()):

@@ -8,9 +8,10 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -20,12 +21,16 @@ from prime_rl.configs.orchestrator import TeacherModelConfig
 from prime_rl.configs.rollouts.judges import TEACHER_AT_ONCE
 from prime_rl.orchestrator.batches.batch import Batch
 from prime_rl.orchestrator.errors import InferenceFault, OrchestratorError
-from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, to_samples
+from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Line, Rollout, to_lines
+from prime_rl.orchestrator.rollouts.token_texts import Alignment, read_tokenizer, spread_spans
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
 from prime_rl.transport.messages import TeacherTop, TrainingSample
 from prime_rl.utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class _Entry(msgspec.Struct):
@@ -51,15 +56,25 @@ class Scores:
     top_logprobs: np.ndarray
 
 
-class _TooLong(OrchestratorError):
-    """A sample is longer than the teacher's server can read."""
+class _Unreadable(OrchestratorError):
+    """A teacher cannot read a sample: it is too long for its server, or the conversation is not known."""
 
 
 class Teacher:
     """Asks the teacher's servers, in turn, for the log-probabilities of given tokens."""
 
-    def __init__(self, config: TeacherModelConfig) -> None:
+    def __init__(self, config: TeacherModelConfig, policy: str) -> None:
+        """`policy` has the tokenizer of the samples, if the teacher has another one.
+
+        Raises:
+            OrchestratorError: one of the two tokenizers is not on this machine.
+        """
         self.model = config.model.name
+        self.alignment: Alignment | None = None
+        """With the teacher's own tokenizer. None: it reads the policy's tokens."""
+        self._end_of_turn: int | None = None
+        if config.tokenizer is not None:
+            self.alignment = Alignment(_tokenizer(policy), _tokenizer(config.tokenizer))
         self.top_k = config.top_k or 0
         self._pool = InferencePool(config.client, self.model)
         self._timeout_s = config.client.timeout
@@ -85,6 +100,8 @@ class Teacher:
         ]
         self._turns = itertools.cycle(self._channels)
         await asyncio.gather(*(self._scores(channel, [0, 0], [1]) for channel in self._channels))
+        if self.alignment is not None:
+            self._end_of_turn = await self._find_end_of_turn(self.alignment)
 
     async def scores(self, tokens: list[int], places: Sequence[int]) -> Scores:
         """Score all tokens, and find the likeliest ones at `places`. Raises OrchestratorError."""
@@ -92,28 +109,53 @@ class Teacher:
         async with self._room:
             return await self._scores(channel, tokens, places)
 
-    async def hinted_prompt(self, rollout: Rollout, hint: str) -> list[int]:
-        """The tokens of a rollout's first prompt with a hint at the end of its last user message.
+    async def prompt(self, messages: list[dict[str, Any]], rendering: Mapping[str, Any]) -> list[int]:
+        """The tokens of a conversation before an answer, by the teacher's template. Raises OrchestratorError."""
+        return await self._tokens({"messages": messages, **rendering, "add_generation_prompt": True})
+
+    async def text_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt without messages. Raises OrchestratorError."""
+        return await self._tokens({"prompt": text})
+
+    async def answer_logprobs(
+        self, prompt: list[int], ids: Sequence[int], logprobs: Sequence[float], alignment: Alignment
+    ) -> list[float]:
+        """What the teacher says of an answer of the policy, at each of the policy's tokens `ids` (`spread_spans`).
+
+        `logprobs` are the policy's. The end of the answer is compared with the end in the teacher's template.
 
         Raises:
-            OrchestratorError: the prompt is no conversation, or its server does not render it.
+            OrchestratorError: as `scores`.
         """
-        messages = _plain(rollout.prompt)
-        place = next((at for at in reversed(range(len(messages))) if messages[at].get("role") == "user"), None)
-        if place is None:
-            raise OrchestratorError(
-                f"the hint of the teacher {self.model} needs a prompt with a user's message, and environment "
-                f"{rollout.example.env!r}, row {rollout.example.row}, has none"
-            )
-        said = messages[place]
-        if isinstance(said["content"], list):
-            said["content"] = [*said["content"], {"type": "text", "text": f"\n\n{hint}"}]
-        else:
-            said["content"] = f"{said['content']}\n\n{hint}"
-        channel = next(self._turns)
-        body = {"model": self.model, "messages": messages, **rollout.rendering, "add_generation_prompt": True}
+        ours, is_ended = alignment.read(ids)
+        theirs, tokens = alignment.write(ours.text)
+        ends = [self._end_of_turn] if is_ended and self._end_of_turn is not None else []
+        found = (await self.scores([*prompt, *tokens, *ends], ())).logprobs[len(prompt) :]
+        spread = spread_spans(ours, logprobs[: len(ours.ends)], theirs, found[: len(tokens)])
+        return [*spread, *(found[len(tokens) :] or logprobs[len(ours.ends) :])]
+
+    async def _find_end_of_turn(self, alignment: Alignment) -> int | None:
+        """The token that ends an answer in the teacher's template; None without a template."""
+        asked = {"role": "user", "content": "a"}
         try:
-            return await channel.tokenize(body)
+            one, other = [
+                await self._tokens(
+                    {
+                        "messages": [asked, {"role": "assistant", "content": answer}],
+                        "add_generation_prompt": False,
+                    }
+                )
+                for answer in ("b", "c")
+            ]
+        except OrchestratorError as error:
+            get_logger().warning(f"The teacher does not score the ends of answers: {error}")
+            return None
+        return alignment.end_of_turn(one, other)
+
+    async def _tokens(self, body: Mapping[str, Any]) -> list[int]:
+        channel = next(self._turns)
+        try:
+            return await channel.tokenize({"model": self.model, **body})
         except (ServerAnswered, aiohttp.ClientError, TimeoutError) as error:
             raise OrchestratorError(f"the teacher at {channel.base_url} does not render a prompt: {error}") from error
 
@@ -125,7 +167,7 @@ class Teacher:
             reply = await channel.exchange("/completions", body)
             (choice,) = self._decoder.decode(reply.body).choices
         except OverlongPrompt as error:
-            raise _TooLong(
+            raise _Unreadable(
                 f"{where} cannot read a sample of {len(tokens)} tokens and one more: raise its max_model_len "
                 f"({error.message})"
             ) from error
@@ -168,10 +210,14 @@ class Teachers:
     """
 
     def __init__(
-        self, configs: Sequence[TeacherModelConfig], content: Callable[[ExampleRef], Mapping[str, Any]] | None = None
+        self,
+        configs: Sequence[TeacherModelConfig],
+        content: Callable[[ExampleRef], Mapping[str, Any]] | None = None,
+        policy: str = "",
     ) -> None:
-        """`content` gives the columns of an example's row, for hints."""
-        self._teachers = [(config, Teacher(config)) for config in configs]
+        """`content` gives the columns of an example's row, for hints. `policy` is the policy's model, for the texts of
+        its tokens. Raises OrchestratorError: as `Teacher`."""
+        self._teachers = [(config, Teacher(config, policy)) for config in configs]
         self._content = content
 
     def check_hints(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -194,17 +240,10 @@ class Teachers:
         """Start to score the samples of a group that has just ended. The task returns them by rollout."""
 
         async def score() -> list[list[TrainingSample]]:
-            samples = [to_samples(rollout) for rollout in rollouts]
-            await self.score(
-                [
-                    (each, rollout if number == 0 else None)
-                    for rollout, of_rollout in zip(rollouts, samples, strict=True)
-                    for number, each in enumerate(of_rollout)
-                    if any(each.completion_mask)
-                ],
-                rollouts[0].example.env,
-            )
-            return samples
+            lines = [to_lines(rollout) for rollout in rollouts]
+            trained = [line for of_rollout in lines for line in of_rollout if any(line.sample.completion_mask)]
+            await self.score(trained, rollouts[0].example.env)
+            return [[line.sample for line in of_rollout] for of_rollout in lines]
 
         task = asyncio.create_task(score())
         # `finish` raises its error. Of a group that no batch takes, nobody would read it, and asyncio would log it.
@@ -227,12 +266,11 @@ class Teachers:
                     if not any(source.completion_mask):
                         sample.completion_mask = [False] * len(sample.completion_mask)
 
-    async def score(self, samples: Sequence[tuple[TrainingSample, Rollout | None]], env: str = "") -> None:
+    async def score(self, lines: Sequence[Line], env: str = "") -> None:
         """Set `teacher_logprobs` of samples of an environment, and `teacher_top` if likeliest tokens are asked for.
 
         Entry t of `teacher_logprobs` is the log-probability of token t at temperature 1. The first token is not
-        predicted, so its entry is 0. A sample has its rollout, if it begins with the rollout's first prompt: hints are
-        put into it.
+        predicted, so its entry is 0. Hints are put into the lines that begin with their rollout's first prompt.
 
         Raises:
             OrchestratorError: a server does not answer after its retries, or cannot score a sample.
@@ -240,23 +278,29 @@ class Teachers:
         teachers = [each for each in self._teachers if each[0].scores(env)]
         try:
             async with asyncio.TaskGroup() as group:
-                for sample, rollout in samples:
-                    group.create_task(self._score(sample, rollout, teachers))
+                for line in lines:
+                    group.create_task(self._score(line, teachers))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0]  # noqa: B904 - keep the error's own cause, not the group
 
-    async def _score(
-        self, sample: TrainingSample, rollout: Rollout | None, teachers: Sequence[tuple[TeacherModelConfig, Teacher]]
-    ) -> None:
+    async def _score(self, line: Line, teachers: Sequence[tuple[TeacherModelConfig, Teacher]]) -> None:
+        sample = line.sample
         try:
             scores = await asyncio.gather(
-                *(self._scores_of(teacher, config.hint, sample, rollout) for config, teacher in teachers)
+                *(
+                    self._scores_of(config, teacher, line)
+                    if teacher.alignment is None
+                    else self._aligned_scores_of(config, teacher, line, teacher.alignment)
+                    for config, teacher in teachers
+                )
             )
-        except _TooLong as error:
-            if rollout is None or not any(config.hint for config, _ in teachers):
+        except _Unreadable as error:
+            has_hint = line.opens and any(config.hint for config, _ in teachers)
+            if not has_hint and all(config.tokenizer is None for config, _ in teachers):
                 raise
-            # The hint does not fit beside an answer that its own server has cut: one sample less, not the run.
-            get_logger().warning(f"A sample is not trained on, because its hint does not fit: {error}")
+            # With a hint or in other tokens, an answer may not fit that its own server has cut: one sample less, not
+            # the run.
+            get_logger().warning(f"A sample is not trained on, because a teacher cannot read it: {error}")
             sample.completion_mask = [False] * len(sample.completion_mask)
             sample.teacher_logprobs = [0.0] * (len(sample.prompt_ids) + len(sample.completion_ids))
             if (top_k := teachers[0][0].top_k) is not None:
@@ -273,13 +317,12 @@ class Teachers:
             unused = self._most_teachers() - len(scores)
             sample.teacher_top = _packed(scores, weights, unused)
 
-    async def _scores_of(
-        self, teacher: Teacher, hint: str | None, sample: TrainingSample, rollout: Rollout | None
-    ) -> Scores:
+    async def _scores_of(self, config: TeacherModelConfig, teacher: Teacher, line: Line) -> Scores:
+        sample, rollout = line.sample, line.rollout
         prompt_ids = sample.prompt_ids
-        if hint is not None and rollout is not None and self._content is not None:
-            row = self._content(rollout.example)
-            prompt_ids = await teacher.hinted_prompt(rollout, filled_hint(hint, row, rollout.example.env))
+        if config.hint is not None and line.opens and rollout is not None:
+            messages = self._hinted(config, rollout, _plain(rollout.prompt))
+            prompt_ids = await teacher.prompt(messages, rollout.rendering)
         shift = len(prompt_ids) - len(sample.prompt_ids)
         places = [place + shift for place in _trained_places(sample)]
         scores = await teacher.scores(prompt_ids + sample.completion_ids, places)
@@ -288,6 +331,62 @@ class Teachers:
             scores.logprobs if shift == 0 else [0.0] * len(sample.prompt_ids) + scores.logprobs[len(prompt_ids) :]
         )
         return replace(scores, logprobs=logprobs)
+
+    async def _aligned_scores_of(
+        self, config: TeacherModelConfig, teacher: Teacher, line: Line, alignment: Alignment
+    ) -> Scores:
+        """The scores of a teacher with a tokenizer of its own, which reads each answer after its own prompt.
+
+        What is not trained on keeps 0, and tokens that have no counterpart the policy's own log-probability.
+        """
+        rollout, sample = line.rollout, line.sample
+        logprobs = [0.0] * len(sample.prompt_ids) + sample.inference_logprobs
+
+        async def score(number: int, start: int) -> None:
+            assert rollout is not None
+            call, messages = rollout.trace.calls[number], _messages_before(rollout, number)
+            if isinstance(messages, str):
+                prompt = await teacher.text_prompt(messages)
+            else:
+                hinted = messages if config.hint is None else self._hinted(config, rollout, messages)
+                prompt = await teacher.prompt(hinted, call.details.rendering)
+            found = await teacher.answer_logprobs(prompt, call.completion_ids, call.inference_logprobs, alignment)
+            begin = len(sample.prompt_ids) + start
+            logprobs[begin : begin + len(found)] = found
+
+        await asyncio.gather(
+            *(
+                score(number, start)
+                for number, start in line.calls
+                if rollout is not None and any(rollout.trace.calls[number].completion_mask)
+            )
+        )
+        return Scores(logprobs, np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+    def _hinted(
+        self, config: TeacherModelConfig, rollout: Rollout, messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The messages with the teacher's hint at the end of the last one of a user in the rollout's first prompt.
+
+        Raises:
+            OrchestratorError: the prompt is no conversation, or the hint names a column that the row lacks.
+        """
+        if config.hint is None or self._content is None:
+            return messages
+        hint = filled_hint(config.hint, self._content(rollout.example), rollout.example.env)
+        first = len(rollout.prompt) if isinstance(rollout.prompt, list) else 0
+        place = next((at for at in reversed(range(first)) if messages[at].get("role") == "user"), None)
+        if place is None:
+            raise OrchestratorError(
+                f"the hint of the teacher {config.model.name} needs a prompt with a user's message, and environment "
+                f"{rollout.example.env!r}, row {rollout.example.row}, has none"
+            )
+        said = messages[place]
+        if isinstance(said["content"], list):
+            content: Any = [*said["content"], {"type": "text", "text": f"\n\n{hint}"}]
+        else:
+            content = f"{said['content']}\n\n{hint}"
+        return [*messages[:place], {**said, "content": content}, *messages[place + 1 :]]
 
     def _most_teachers(self) -> int:
         everywhere = sum(config.envs is None for config, _ in self._teachers)
@@ -320,6 +419,42 @@ def _plain(prompt: Any) -> list[dict[str, Any]]:
     if not isinstance(prompt, list):
         return []
     return [dict(each) if isinstance(each, Mapping) else each.model_dump(exclude_none=True) for each in prompt]
+
+
+def _messages_before(rollout: Rollout, number: int) -> list[dict[str, Any]] | str:
+    """What the model read before its answer of call `number`; a text if the prompt is one.
+
+    Raises:
+        _Unreadable: the conversation does not show it.
+    """
+    if isinstance(rollout.prompt, str) and number == 0:
+        return rollout.prompt
+    prompt, said = _plain(rollout.prompt), _plain(rollout.completion)
+    answers = [place for place, each in enumerate(said) if each.get("role") == "assistant"]
+    if not prompt or (number and len(answers) != len(rollout.trace.calls)):
+        raise _Unreadable(
+            f"environment {rollout.example.env!r}, row {rollout.example.row}: {len(rollout.trace.calls)} calls of the "
+            f"model and {len(answers)} answers in the conversation"
+        )
+    return prompt + said[: answers[number]] if number else prompt
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    """Raises OrchestratorError: it has no `tokenizer.json`, here or on the hub."""
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None and not Path(model).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        # huggingface_hub raises errors of many kinds; each means that there is no file.
+        with suppress(OSError, ValueError):
+            hf_hub_download(model, "tokenizer.json")
+            tokenizer = read_tokenizer(model)
+    if tokenizer is None:
+        raise OrchestratorError(
+            f"orchestrator.teacher_model.tokenizer: {model!r} has no tokenizer.json, and the texts of both tokenizers "
+            "are compared"
+        )
+    return tokenizer
 
 
 LEAST_LOGPROB = -1e4

@@ -321,7 +321,24 @@ def _phase_ms(timing: Mapping[str, Any], phase: str) -> float:
 # From the model calls of a rollout to the token sequences that are trained on.
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of conversation in a rollout, and the sample that it becomes."""
+
+    sample: TrainingSample
+    rollout: Rollout | None = None
+    opens: bool = False
+    """Whether it begins with the rollout's first prompt."""
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    """Number of each call in the rollout's trace, and where its answer begins among the sample's completion tokens."""
+
+
 def to_samples(rollout: Rollout) -> list[TrainingSample]:
+    """The sample of each line of `to_lines`."""
+    return [line.sample for line in to_lines(rollout)]
+
+
+def to_lines(rollout: Rollout) -> list[Line]:
     """One sample for each line of conversation in the rollout, in the order in which the lines began.
 
     A call whose prompt starts with all tokens of an open line continues that line. The environment wrote what the
@@ -333,25 +350,27 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
 
     Each completion token carries the rollout's temperature. If the rollout is not trained on, its tokens are masked.
     """
-    lines: list[tuple[list[int], TrainingSample]] = []
+    lines: list[tuple[list[int], Line]] = []
     for number, call in enumerate(rollout.trace.calls):
         prompt = call.prompt_ids
         tokens = prompt + call.completion_ids
-        for index, (prefix, sample) in enumerate(() if rollout.separate_calls else lines):
+        for index, (prefix, line) in enumerate(() if rollout.separate_calls else lines):
             if prompt[: len(prefix)] == prefix:
-                _append(sample, call, prompt[len(prefix) :])
-                lines[index] = (tokens, sample)
+                _append(line.sample, call, prompt[len(prefix) :])
+                lines[index] = (tokens, line)
                 break
         else:
-            sample = _open(call)
-            lines.append((tokens, sample))
+            line = Line(_open(call), rollout, opens=not lines)
+            lines.append((tokens, line))
+        sample = line.sample
+        line.calls.append((number, len(sample.completion_ids) - len(call.completion_ids)))
         if rollout.call_advantages is not None:
             known = sample.completion_advantages or []
             # The tokens that the environment wrote before the call are not trained on.
             added = len(sample.completion_ids) - len(known)
             sample.completion_advantages = known + [rollout.call_advantages[number]] * added
-    samples = [sample for _, sample in lines]
-    for sample in samples:
+    for _, line in lines:
+        sample = line.sample
         if not rollout.trains:
             sample.completion_mask = [False] * len(sample.completion_mask)
         sample.completion_temperatures = [rollout.temperature] * len(sample.completion_ids)
@@ -362,7 +381,7 @@ def to_samples(rollout: Rollout) -> list[TrainingSample]:
             # The last token was never routed. Nothing depends on it, but the trainer computes it.
             routes = sample.routed_experts
             sample.routed_experts = RoutedExperts.joined([routes, routes.tokens(len(routes) - 1)])
-    return samples
+    return [line for _, line in lines]
 
 
 def _open(call: ModelCall) -> TrainingSample:
