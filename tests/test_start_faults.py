@@ -327,12 +327,18 @@ CASES = {
     "folder of a quantized model": Case(
         "rl",
         "--model.name {dir}/model",
-        "its weights are quantized (fp8), which training does not support: use its version in bfloat16 or float32",
+        "its weights are quantized (fp8), and training reads only bitsandbytes' 4 bits: name its version in bfloat16",
         {
             "model/config.json": '{"vocab_size": 8, "quantization_config": {"quant_method": "fp8"}}',
             "model/tokenizer.json": "{}",
             "model/model.safetensors": "",
         },
+    ),
+    "GPTQ": Case(
+        "sft",
+        "--model.name {dir}/model --model.lora.rank 8",
+        "its weights are quantized (gptq), and training reads only bitsandbytes' 4 bits: name its version in bfloat16",
+        model_files({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from prime_rl.checks import NotInstalled, start_faults
+from prime_rl.checks.engines import engine_faults
+from prime_rl.checks.start_dir import StartDir
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rm import RewardModelConfig
 from prime_rl.configs.sft import SFTConfig
@@ -27,6 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "granite": {"model_type": "granite", "architectures": ["GraniteForCausalLM"], **HEADS},
     "classifier": {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], **HEADS},
+    "packed": {
+        "model_type": "qwen3",
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        **HEADS,
+    },
     "jetmoe": {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_local_experts": 4, **HEADS},
 }
 
@@ -71,12 +79,26 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
     teacher, critic = {"distillation": {"teacher": dense}}, {"critic": {"name": dense}}
     few = "the tokenizer has token ids up to 2, but model.name = {} has embeddings for 0..1"
     assert sft("dense", **teacher) == []
+    trained = "quantization stores weights that are not trained: set [model.lora]; or name its version in bfloat16"
+    for faults, fault in (
+        (sft("packed"), f"its weights are in 4 bits, and {trained}"),
+        (sft("packed", sizes={"lora": {"use_dora": True}}), "does not go with lora.use_dora"),
+        (sft("packed", sizes=in_4_bits), "its weights are in 4 bits already: remove model.quantization"),
+        (rl("packed", sizes={"lora": {}}, critic={}), "trainer.critic.name: its weights are in 4 bits, and"),
+    ):
+        assert fault in faults[0]
+    served = InferenceConfig.model_validate({"model": {"name": str(folders / "packed")}, "backend": "vllm"})
+    assert "which vLLM 0.32 does not read" in list(engine_faults(served, StartDir(folders)))[-1]
     assert rl("dense", critic={}) == []
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
     in_8_bits: dict[str, Any] = {"optim": {"type": "adamw8bit"}}
     for faults, lacking in (
         (sft("dense", sizes=in_4_bits, distillation={"teacher": mixture}), ["model.quantization needs"]),
         (rl("dense", sizes=in_4_bits, critic={"name": mixture}), ["trainer.model.quantization needs"]),
+        (
+            sft("packed", sizes={"lora": {}}),
+            [f"model.name = {folders / 'packed'}: its weights are in 4 bits, which needs"],
+        ),
         (sft("dense", **in_8_bits), ["optim.type = 'adamw8bit' needs"]),
         (
             rl("dense", **in_8_bits, critic=in_8_bits),

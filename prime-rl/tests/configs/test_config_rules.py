@@ -127,7 +127,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
             "model.quantization.type=nf4",
             "quantization stores weights that are not trained: set [model.lora]",
         ),
-        (TrainerConfig, "model.quantization.type=nf4 model.lora model.tp=2", "tp (2) with quantization"),
+        (TrainerConfig, "model.quantization.type=nf4 model.lora model.tp=2", "does not go with tp (2)"),
         (
             TrainerConfig,
             "model.quantization.type=nf4 model.lora model.compile",

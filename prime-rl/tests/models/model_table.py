@@ -95,8 +95,9 @@ Packed rows keep their samples apart. The embedded engine holds one state for ea
 prefix: the column compares second turns that are computed from their first token. Adapters may be on all linear layers
 of these; those that a model never calls, as `dt_proj` of Mamba and Jamba, are refused.
 
-Quantized models (FP8, MXFP4, AWQ and others) are not trained: name a version in bfloat16 or float32. Transformers 4
-loads exports too, except those of models with rotary frequencies for each kind of layer, such as Gemma 3 and OLMo 3.
+Of quantized models, those in bitsandbytes' 4 bits are trained ([QLoRA](lora.md#qlora)); of others (FP8, MXFP4, AWQ),
+name a version in bfloat16. Transformers 4 loads exports too, except those of models with rotary frequencies for each
+kind of layer, such as Gemma 3 and OLMo 3.
 
 """
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.start_dir import gpus_here
+from prime_rl.configs.optim import QUANTIZED_BLOCK
 from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
 from prime_rl.run.checkpoints import DEFAULT_KEPT
 from prime_rl.utils.files import size_text
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1}
+_STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
+_BYTES_IN_8_BITS = 2 * (1 + 4 / QUANTIZED_BLOCK)
+"""Of both moments and their scales, for each parameter."""
 _HEADER_LIMIT = 2**28
 _ADVICE = "set ckpt.keep_last, a larger ckpt.interval or another output_dir"
 
@@ -106,9 +109,18 @@ def size_of_folder(folder: Path | None) -> ModelSize | None:
     return ModelSize(parameters, 4 if stored > 3 * parameters else 2) if parameters else None
 
 
+class PackedShape(tuple[int, ...]):
+    """Shape of a weight that is stored in 4 bits, as bitsandbytes does."""
+
+    __slots__ = ()
+
+
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from the headers of a folder's safetensors files; empty if it has none."""
-    return {name: tuple(tensor["shape"]) for name, tensor in _stored_tensors(folder).items()}
+    return {
+        name: (PackedShape if "is_packed" in tensor else tuple)(tensor["shape"])
+        for name, tensor in _stored_tensors(folder).items()
+    }
 
 
 def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Written]:
@@ -121,9 +133,10 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
         trained.append((of_critic, critic.lora, critic.optim))
     if ckpt is not None:
         kept = _kept(ckpt, config.max_steps, DEFAULT_KEPT)
-        state = sum(of.parameters * (1 + _STATES[optim.type]) for of, lora, optim in trained if lora is None)
+        size_of = _BYTES[config.model.optimization_dtype]
+        in_full = [(of.parameters, optim.type) for of, lora, optim in trained if lora is None]
         # One more checkpoint exists while it is written.
-        each = state * _BYTES[config.model.optimization_dtype]
+        each = sum(int(count * (size_of + _state_bytes(kind, size_of))) for count, kind in in_full)
         yield Written("checkpoint", None if kept is None else kept + 1, each)
     if ckpt is None or ckpt.weights is not None:
         dtype = "auto" if ckpt is None or ckpt.weights is None else ckpt.weights.dtype
@@ -138,6 +151,11 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
         # The versions that servers may still read, one that is written, and those of checkpoints.
         recent = config.max_async_level + 2
         yield Written("broadcast", None if kept is None else recent + kept, each)
+
+
+def _state_bytes(optimizer: str, size: int) -> float:
+    """Bytes of an optimizer's states for each parameter of `size` bytes, at most."""
+    return _BYTES_IN_8_BITS if optimizer == "adamw8bit" else _STATES[optimizer] * size
 
 
 def _kept(ckpt: CheckpointConfig, max_steps: int | None, default: int | None) -> int | None:
@@ -162,9 +180,33 @@ def _computed_bytes(config: TrainerConfig) -> int:
     return 2 if config.device != "cpu" and gpus_here() else 4
 
 
-def _stored_tensors(folder: Path) -> dict[str, dict[str, list[int]]]:
-    headers = (_header(file) for file in sorted(folder.glob("*.safetensors")))
-    return {name: tensor for header in headers for name, tensor in header.items() if "shape" in tensor}
+_PACKED_STATE = ".quant_state.bitsandbytes__"
+_PACKED_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+
+
+def _stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
+    """The tensors by name. A weight in 4 bits has its own shape, and `is_packed`; its parts are left out."""
+    files = {file: _header(file) for file in sorted(folder.glob("*.safetensors"))}
+    found: dict[str, dict[str, Any]] = {
+        name: tensor for header in files.values() for name, tensor in header.items() if "shape" in tensor
+    }
+    for file, header in files.items():
+        for name in [name for name in header if _PACKED_STATE in name]:
+            weight = name.partition(_PACKED_STATE)[0]
+            state = json.loads(_read_bytes(file, found.pop(name)["data_offsets"]))
+            for part in _PACKED_PARTS:
+                found.pop(weight + part, None)
+            if weight in found:
+                found[weight] = {**found[weight], "shape": state["shape"], "is_packed": True}
+    return found
+
+
+def _read_bytes(file: Path, offsets: Sequence[int]) -> bytes:
+    """Bytes of a tensor in a safetensors file."""
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        stream.seek(start + offsets[0])
+        return stream.read(offsets[1] - offsets[0])
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:

@@ -130,6 +130,11 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             yield NotInstalled(no_vllm())
     yield from _vllm_option_faults(config, start)
     folder, description = start.find(config.model.name), describe(config.model.name, start)
+    if description is not None and description.packed is not None:
+        yield (
+            f"model.name = {config.model.name}: its weights are in bitsandbytes' 4 bits, which vLLM 0.32 does not "
+            'read: set inference.backend = "embedded", or name its version in bfloat16'
+        )
     has_tower = folder.is_dir() and description is not None and description.has_known_language_part
     if (
         has_tower

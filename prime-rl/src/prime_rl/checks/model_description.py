@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from prime_rl.configs.model import ModelConfig, product_of
+from prime_rl.configs.model import LoRAConfig, ModelConfig, QuantizationConfig, product_of
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a layer of a mixture."""
@@ -135,6 +135,7 @@ DECODED_LAYERS = frozenset(("full_attention", "sliding_attention"))
 STATE_LAYERS = frozenset(("linear_attention", "conv", "hybrid", "mlp", "moe"))
 """Further kinds of the hybrid models that it decodes."""
 
+_PLAIN_VERSION = "name its version in bfloat16 or float32"
 _LIST = "docs/models.md lists the models that can be trained"
 
 
@@ -255,11 +256,33 @@ class ModelDescription:
             return f"model.tp = {model.tp} does not divide the {heads} key-value heads of {self.class_name}"
         return None
 
-    def storing_fault(self, model: ModelConfig) -> str | None:
-        """Why its weights cannot be stored as `model.quantization` says; None if nothing in this config says so."""
-        if model.quantization is None or not self.has_experts:
+    @property
+    def packed(self) -> QuantizationConfig | None:
+        """How its files hold the weights of linear layers, if they do so in 4 bits as bitsandbytes does."""
+        settings = self.setting("quantization_config")
+        if not isinstance(settings, Mapping) or quantization_fault(settings):
             return None
-        return f"model.quantization does not cover the experts of {self.class_name}, most of its weights: remove it"
+        return QuantizationConfig(type="nf4", double=bool(settings.get("bnb_4bit_use_double_quant")))
+
+    def storing_fault(self, model: ModelConfig, *, is_frozen: bool = False) -> str | None:
+        """Why its weights cannot be stored in 4 bits, as `model.quantization` says or as they come; None if nothing in
+        this config says so. `is_frozen`: nothing of it is trained.
+        """
+        packed = self.packed
+        if packed is None:
+            if model.quantization is None or not self.has_experts:
+                return None
+            return f"model.quantization does not cover the experts of {self.class_name}, most of its weights: remove it"
+        if model.quantization is not None:
+            return "its weights are in 4 bits already: remove model.quantization"
+        if self.has_experts or self.is_nested:
+            what = "experts" if self.has_experts else "a language part"
+            return f"its weights are in 4 bits, which is not supported for {what}: {_PLAIN_VERSION}"
+        stored = model.model_copy(
+            update={"quantization": packed, "lora": model.lora or (LoRAConfig() if is_frozen else None)}
+        )
+        fault = next(stored.quantization_faults(), None)
+        return None if fault is None else f"its weights are in 4 bits, and quantization {fault}; or {_PLAIN_VERSION}"
 
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""
@@ -323,15 +346,21 @@ def vision_fault(family: str) -> str | None:
 
 
 def quantization_fault(settings: Any) -> str | None:
-    """Why a model with this `quantization_config` cannot be trained; None if it has none.
-
-    Its export would hold the trained weights, rounded to the quantized type without their scales.
+    """Why a model with this `quantization_config` cannot be trained; None if it has none, or is in 4 bits as
+    bitsandbytes stores them.
     """
     if not settings:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    how = f" ({method})" if method else ""
-    return f"its weights are quantized{how}, which training does not support: use its version in bfloat16 or float32"
+    given = settings if isinstance(settings, Mapping) else {}
+    method = given.get("quant_method") or ("bitsandbytes" if given.get("load_in_4bit") else None)
+    if method == "bitsandbytes" and given.get("load_in_4bit"):
+        return None
+    bits = " in 8 bits" if method == "bitsandbytes" else ""
+    how = f" ({method}{bits})" if method else ""
+    return (
+        f"its weights are quantized{how}, and training reads only bitsandbytes' 4 bits: {_PLAIN_VERSION}, which "
+        '[model.lora] with model.quantization = "nf4" stores in 4 bits too'
+    )
 
 
 def is_of_tower(tensor: str) -> bool:

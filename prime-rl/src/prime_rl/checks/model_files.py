@@ -110,8 +110,11 @@ def adapter_faults(key: str, model: ModelConfig, start: StartDir, *, adds_tokens
 
 def quantization_faults(key: str, model: ModelConfig, start: StartDir) -> Iterator[str]:
     """That packages for quantized weights are not installed. `key` is that of the model."""
-    if model.quantization is not None and start.has_our_packages and (fault := no_quantization()):
-        yield NotInstalled(f"{key}.quantization needs {fault}")
+    description = describe(model.name, start)
+    comes_packed = description is not None and description.packed is not None
+    if (comes_packed or model.quantization is not None) and start.has_our_packages and (fault := no_quantization()):
+        what = f".name = {model.name}: its weights are in 4 bits, which" if comes_packed else ".quantization"
+        yield NotInstalled(f"{key}{what} needs {fault}")
 
 
 def no_quantization() -> str | None:

@@ -214,7 +214,8 @@ def _critic_faults(trainer: TrainerConfig, start: StartDir) -> Iterator[str]:
         yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start, fault)
         return
     description = describe(trainer.model.name, start)
-    if description is not None and (fault := description.scoring_fault()):
+    valued = trainer.model.model_copy(update={"lora": trainer.critic.lora, "quantization": None})
+    if description is not None and (fault := description.scoring_fault() or description.storing_fault(valued)):
         yield f"trainer.critic.name: {fault}: {trainer.model.name}, so name another model"
 
 

@@ -349,7 +349,7 @@ class ModelConfig(BaseModelConfig):
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
         if self.quantization is not None:
-            yield from self._quantization_faults()
+            yield from (f"quantization {fault}, or remove it" for fault in self.quantization_faults())
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
@@ -361,21 +361,22 @@ class ModelConfig(BaseModelConfig):
             yield "tower_lr with lora, which trains adapters alone: remove one"
         if self.language_model_only:
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
-        if self.quantization is not None:
-            yield "with quantization is not supported yet, which would store the tower in 4 bits too: remove one"
         if self.trust_remote_code:
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 
-    def _quantization_faults(self) -> Iterator[str]:
+    def quantization_faults(self) -> Iterator[str]:
+        """Which of the keys do not go with weights in 4 bits, and what to do."""
         if self.lora is None:
-            yield "quantization stores weights that are not trained: set [model.lora], or remove it"
+            yield "stores weights that are not trained: set [model.lora]"
         elif self.lora.use_dora:
-            yield "quantization with lora.use_dora, which needs the lengths of the rows: remove one"
+            yield "does not go with lora.use_dora, which needs the lengths of the rows: remove that"
         if self.compile is not None:
-            yield "quantization does not work with [compile]: remove one"
+            yield "does not work with [compile]: remove that"
         for name in ("tp", "ep"):
             if (size := getattr(self, name)) > 1:
-                yield f"{name} ({size}) with quantization: packed weights cannot be divided: use FSDP alone"
+                yield f"does not go with {name} ({size}), which would divide packed weights: use FSDP alone"
+        if self.vision is not None:
+            yield "does not go with [vision] yet, whose tower would be stored in 4 bits too: remove that"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:

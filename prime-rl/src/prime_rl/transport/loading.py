@@ -39,6 +39,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from prime_rl.checks.model_files import loading_fault
 from prime_rl.transport.language_part import attach, find_part
+from prime_rl.transport.packed import Packed, read_packed
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
@@ -62,6 +63,9 @@ class Stored(Protocol):
     @property
     def index(self) -> Index:
         """This rank's part."""
+
+    def take(self, source: Packed) -> bool:
+        """Take this rank's part of the whole weight as a file holds it; False if it has to be read as numbers."""
 
     def put(self, index: Index, values: Tensor) -> None:
         """Take `values`, which are at `index` in the whole weight. Parts come in order, and are whole rows."""
@@ -216,6 +220,12 @@ class Plan:
     report: Mapping[str, Any]
     """As Transformers' `output_loading_info`."""
 
+    @property
+    def packed(self) -> Mapping[str, Packed]:
+        """The weights that the files hold in 4 bits."""
+        alone = {name: recipe.source for name, recipe in self.recipes.items() if recipe.converter is None}
+        return {name: source for name, source in alone.items() if isinstance(source, Packed)}
+
     def without_head(self) -> Plan:
         """The plan for a model whose head `score` is new: the files have another one instead, or none."""
         unused = {name for name in self.report["unexpected_keys"] if not name.startswith("lm_head.")}
@@ -284,7 +294,7 @@ class Checkpoint:
                 if not is_zipfile(file):
                     get_logger().warning(f"{file.name} is of a torch before 1.6: every process reads it whole")
                 tensors |= load_state_dict(file)  # maps the file, if it is a zip file
-        return cls(tensors)
+        return cls(read_packed(tensors))
 
     def only(self, names: Mapping[str, str], is_turned: Callable[[str], bool]) -> Checkpoint:
         """Some of the tensors under new names: `names` maps those to the old. Some are matrices to be turned."""
@@ -436,15 +446,21 @@ def fill(
     """Read the weights of `model` from its files. Each rank reads its own shards.
 
     Parameters are read in `dtype` (None: as they are), then `change` may add to them, then they are stored in their
-    own. Buffers are read in their own. `stored` has the weights that the model holds in another form. Collective with
-    them.
+    own. Buffers are read in their own. `stored` has the weights that the model holds in another form, which are read in
+    float32. Collective with them.
     """
     unread: dict[str, Tensor | Stored] = {**_destinations(model, plan), **(stored or {})}
+    packed = plan.packed
     while unread:
         name, destination = next(iter(unread.items()))
         recipe, own = plan.recipes[name], index_of(destination)
         read_as = destination.dtype if _is_buffer(destination) else dtype
-        if recipe.converter is None:
+        if not isinstance(destination, Tensor):
+            # Whatever dtype other weights are stored in.
+            read_as = torch.float32
+        if name in packed and not isinstance(destination, Tensor) and destination.take(packed[name]):
+            del unread[name]
+        elif recipe.converter is None:
             for index in _pieces(recipe.source, own):
                 put(destination, index, change(name, _read(recipe.source, index, read_as), index))
             _finish(unread.pop(name))

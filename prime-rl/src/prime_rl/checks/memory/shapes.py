@@ -10,9 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
+from prime_rl.checks.disk import PackedShape, default_hub_cache, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.model_description import ModelDescription, is_of_tower
 from prime_rl.checks.model_files import read_config
+from prime_rl.configs.model import QuantizationConfig
 from prime_rl.utils.errors import StartFault
 
 # Without weights: shapes of the families of models that are known, derived from `config.json`.
@@ -259,6 +260,8 @@ class ModelShape:
     """As named on the hub, without a tied head. The experts of a layer are stacked: [experts, out, in]."""
     tower: int = 0
     """Number of parameters of a checkpoint beside its language model."""
+    packed: QuantizationConfig | None = None
+    """How the files hold weights, if they do so in 4 bits."""
 
     @classmethod
     def of(cls, name: str, num_layers: int | None = None) -> ModelShape:
@@ -280,7 +283,12 @@ class ModelShape:
         if num_layers is not None:
             config = {**config, "num_hidden_layers": min(num_layers, config["num_hidden_layers"])}
             tensors = {key: shape for key, shape in tensors.items() if _layer_of(key) < num_layers}
-        return cls(config, tensors, count(shapes) - count(held))
+        return cls(config, tensors, count(shapes) - count(held), ModelDescription(config).packed)
+
+    @cached_property
+    def tells_packed(self) -> bool:
+        """Whether the shapes are those of files with weights in 4 bits, which tell which ones are."""
+        return any(isinstance(shape, PackedShape) for shape in self.tensors.values())
 
     @cached_property
     def blocks(self) -> list[Tensors]:

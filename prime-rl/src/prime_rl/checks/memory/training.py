@@ -12,8 +12,9 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from prime_rl.checks.disk import PackedShape
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
-from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, matches
+from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, QuantizationConfig, matches
 from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
@@ -323,10 +324,15 @@ class Training:
     def stored(self, parameters: int, blocks: Iterable[Tensors], size: int) -> int:
         """Bytes of `parameters` of `size` each, of which those of the linear layers of `blocks` may be quantized."""
         packed = sum(self._quantized(block) for block in blocks)
-        if self.model.quantization is None or not packed:
+        if self.quantization is None or not packed:
             return parameters * size
         # Four bits for each value, and for each 64 values a scale of one byte or of four.
-        return (parameters - packed) * size + packed // 2 + packed // 64 * (1 if self.model.quantization.double else 4)
+        return (parameters - packed) * size + packed // 2 + packed // 64 * (1 if self.quantization.double else 4)
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How weights are stored in 4 bits: as they come, or as the config says."""
+        return self.shape.packed or self.model.quantization
 
     def _quantized(self, block: Tensors) -> int:
         return sum(prod(block[name]) for name in self.quantized_names(block))
@@ -334,9 +340,11 @@ class Training:
     def quantized_names(self, block: Tensors) -> list[str]:
         """Names of the weights of a block that are stored in 4 bits, by the rules of `trainer/model/quantized.py`."""
         lora = self.model.lora
-        if self.model.quantization is None or any(len(shape) == 3 for shape in block.values()):
+        if self.quantization is None or any(len(shape) == 3 for shape in block.values()):
             return []  # mixtures of experts are refused
         names = [name for name in block if name.endswith(".weight") and len(block[name]) == 2]
+        if self.shape.tells_packed:
+            names = [name for name in names if isinstance(block[name], PackedShape)]
         return [name for name in names if block[name][1] % 64 == 0 and (lora is None or not _is_saved(lora, name))]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from prime_rl.trainer.model.expert_parallel import divide_experts, shard_experts
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
 from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
-from prime_rl.trainer.model.quantized import Quantizing, log_quantization, quantize_layers
+from prime_rl.trainer.model.quantized import keep_quantized, log_quantization, quantize_layers
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tensor_parallel import divide_layers
 from prime_rl.trainer.model.tokenizer import load_error, loading_code
@@ -71,6 +71,7 @@ from prime_rl.transport.loading import (
     spread,
     unchanged,
 )
+from prime_rl.transport.packed import Packed
 from prime_rl.transport.routing import Routers
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.logger import get_logger
@@ -290,7 +291,8 @@ def setup_frozen(
         # Of the trained model alone: another one may have no routers, and is not exported.
         changes |= {"freeze_moe_router": False, "language_model_only": False, "vision": None}
         changes |= {"router_aux_loss_coef": 0.0}
-    return setup_model(config.model_copy(update=changes), mesh, products=products).requires_grad_(False)
+    frozen = config.model_copy(update=changes)
+    return setup_model(frozen, mesh, products=products, is_frozen=True).requires_grad_(False)
 
 
 def setup_model(
@@ -301,13 +303,15 @@ def setup_model(
     products: ProductChoice | None = None,
     is_scored: bool = False,
     embeddings: int = 0,
+    is_frozen: bool = False,
 ) -> PreTrainedModel:
     """Build, load and shard the model. Collective.
 
     With `is_scored` it is a reward model: Transformers' class for sequence classification with one label. Its head
     `score` is drawn, unless the checkpoint is of that class.
 
-    It gets more embeddings if it has less than `embeddings`; the new ones are the mean of the others.
+    It gets more embeddings if it has less than `embeddings`; the new ones are the mean of the others. With `is_frozen`,
+    nothing of it is trained.
 
     `products` chooses how matrix products are computed on a CPU; None: without measuring.
 
@@ -327,7 +331,7 @@ def setup_model(
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model_config, is_part = load_model_config(config, is_scored=is_scored)
+    model_config, is_part = load_model_config(config, is_scored=is_scored, is_frozen=is_frozen)
     kind: Any = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
     if is_scored:
         kind = _reward_class(config, model_config)
@@ -340,7 +344,7 @@ def setup_model(
         attach_vision(model, _processor_files(config.name), config.vision.tower_lr)
     if is_scored and not has_score(model):
         raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
-    weights: Callable[[PreTrainedModel, Mapping[str, Stored]], None]
+    weights: Weights
     if config.debug.random_init:
         # Rank 0 draws the whole model, on the host if there are other ranks.
         drawn_on = home if process.world_size == 1 else torch.device("cpu")
@@ -350,16 +354,20 @@ def setup_model(
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
         names = list(model.state_dict())
 
-        def weights(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
-            spread(model, drawn, names, options["dtype"], stored)
-
+        weights = Weights(lambda model, stored: spread(model, drawn, names, options["dtype"], stored))
     else:
         weights = _find_weights(config, model, options["dtype"], process, is_part, adds_embeddings=added > 0)
     compute_buffers(model, float32_names(model, options["dtype"]))
     add_adapters(model, config.lora, compute_dtype(config, process.device))
     if config.lora is not None and process.is_main:
         log_adapters(model)
-    quantized = _quantize(model, config)
+    if is_frozen and config.lora is None:  # with adapters, what they leave trained is not quantized
+        model.requires_grad_(False)
+    quantized = (
+        keep_quantized(model, weights.packed, weights.changed)
+        if config.quantization is None
+        else quantize_layers(model, config.quantization)
+    )
     fix_rotary_lengths(model, config.seq_len)
     if config.freeze_moe_router:
         freeze_routers(model)
@@ -390,7 +398,7 @@ def setup_model(
     prepare_blocks(model, config, process.device, is_random, layers, routers)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
-    weights(model, quantized)
+    weights.read(model, quantized)
     if quantized:
         log_quantization(quantized, process)
     if config.lora is not None:
@@ -416,19 +424,6 @@ def setup_model(
         # Those that divide layers must drop alike what they compute alike.
         torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
     return model
-
-
-def _quantize(model: PreTrainedModel, config: ModelConfig) -> dict[str, Quantizing]:
-    """Turn the frozen linear layers of `model`, which has no values yet, into quantized ones. Returns what fills them.
-
-    Raises:
-        ModelError: it has no such layer.
-    """
-    if config.quantization is None:
-        return {}
-    if config.lora is None:  # a frozen model
-        model.requires_grad_(False)
-    return quantize_layers(model, config.quantization)
 
 
 def export_dtype(config: ModelConfig, weights: WeightCheckpointConfig | None, device: torch.device) -> torch.dtype:
@@ -470,7 +465,9 @@ def leave_dropout_out(model: nn.Module) -> None:
             module.eval()
 
 
-def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[PretrainedConfig, bool]:
+def load_model_config(
+    config: ModelConfig, *, is_scored: bool = False, is_frozen: bool = False
+) -> tuple[PretrainedConfig, bool]:
     """Load the Transformers config of `config.name`, reduced to `debug.num_layers` layers.
 
     Of a checkpoint of several parts, it is the config of the language part; the second value is True then.
@@ -496,8 +493,10 @@ def load_model_config(config: ModelConfig, *, is_scored: bool = False) -> tuple[
         model_config = language_config(model_config)
     # A model of the hub that was not in this machine's cache at the start is checked here.
     described = ModelDescription(model_config.to_dict())
-    if fault := described.division_fault(config) or described.storing_fault(config):
+    if fault := described.division_fault(config) or described.storing_fault(config, is_frozen=is_frozen):
         raise ModelError(f"model.name = {config.name}: {fault}")
+    # Exports are plain weights.
+    vars(model_config).pop("quantization_config", None)
     if config.debug.num_layers is not None:
         text = model_config.get_text_config()
         layers = text.num_hidden_layers = min(config.debug.num_layers, text.num_hidden_layers)
@@ -563,6 +562,18 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
     return options if config.moe_use_grouped_mm else options | {"experts_implementation": "eager"}
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that a model will have."""
+
+    read: Callable[[PreTrainedModel, Mapping[str, Stored]], None]
+    """Puts them into the model once it is sharded."""
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    """Those that the files hold in 4 bits."""
+    changed: frozenset[str] = frozenset()
+    """Names of those into which an adapter is merged."""
+
+
 def _find_weights(
     config: ModelConfig,
     model: PreTrainedModel,
@@ -571,11 +582,10 @@ def _find_weights(
     is_part: bool,
     *,
     adds_embeddings: bool,
-) -> Callable[[PreTrainedModel, Mapping[str, Stored]], None]:
+) -> Weights:
     """Find the weights of `model`, which has no values yet, in the checkpoint `config.name`. Collective.
 
-    With `is_part`, the checkpoint has several parts, and the model is its language part. Returns a function that reads
-    the weights into the model once it is sharded.
+    With `is_part`, the checkpoint has several parts, and the model is its language part.
 
     Raises:
         ModelError: there are no such files, or they lack a weight.
@@ -612,7 +622,7 @@ def _find_weights(
         if draws_score:
             draw_score(model)
 
-    return read
+    return Weights(read, plan.packed, frozenset() if merge is None else merge.changed)
 
 
 def _draw(

@@ -443,6 +443,11 @@ class Merge:
                 raise ModelError(f"model.adapter = {path}: {name} fits no weight of this model")
         return cls(folder, updates, state, lengths)
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the weights that it changes."""
+        return frozenset((*self.updates, *self.saved))
+
     def change(self, name: str, values: Tensor, index: Index) -> Tensor:
         """The merged values of parameter `name` at `index`, whose values in the checkpoint are `values`."""
         if name in self.saved:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,12 +29,11 @@ from prime_rl.trainer.model.lora import is_plain_linear, source_of
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport.loading import Index, full_tensor, index_of, local, names_of_shared, put, put_own
+from prime_rl.transport.packed import SCALES_BLOCK, Packed
 from prime_rl.utils.logger import get_logger
 
 BLOCK = 64
 """Values with one scale."""
-_SCALES_BLOCK = 256
-"""Scales with one scale, with double quantization."""
 _AT_ONCE = 2**20
 """Values that are quantized at once. On a CPU, bitsandbytes' temporaries take 25 bytes for each."""
 
@@ -63,24 +62,29 @@ class QuantizedLinear(nn.Linear):
     levels: str
     """bitsandbytes' name of the 16 levels."""
     is_double: bool
+    rounded_to: torch.dtype | None
+    """Of weights that come quantized: the dtype that they were made from, to which bitsandbytes rounds them in the
+    backward pass alone."""
 
     @classmethod
-    def convert(cls, linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
+    def convert(
+        cls, linear: nn.Linear, levels: str, is_double: bool, rounded_to: torch.dtype | None = None
+    ) -> QuantizedLinear:
         """Turn `linear` into a quantized layer."""
         rows, device = linear.out_features, linear.weight.device
         blocks = linear.in_features // BLOCK
         del linear.weight
         linear.__class__ = cls
         made = cast("QuantizedLinear", linear)
-        made.levels, made.is_double = config.type, config.double
+        made.levels, made.is_double, made.rounded_to = levels, is_double, rounded_to
 
         def stored(width: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, dtype=torch.uint8, device=device), requires_grad=False)
 
-        made.packed, made.scales = stored(made.in_features // 2), stored(blocks if config.double else 4 * blocks)
-        if config.double:
+        made.packed, made.scales = stored(made.in_features // 2), stored(blocks if is_double else 4 * blocks)
+        if is_double:
             # Not without values, as the parameters are: FSDP moves buffers to its device, and leaves them there.
-            of_scales = torch.zeros(-(-rows * blocks // _SCALES_BLOCK))
+            of_scales = torch.zeros(-(-rows * blocks // SCALES_BLOCK))
             made.register_buffer("scales_of_scales", of_scales, persistent=False)
             made.register_buffer("mean_of_scales", torch.zeros(()), persistent=False)
             made.register_buffer("scale_levels", torch.zeros(256), persistent=False)
@@ -88,7 +92,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # FSDP has gathered the parameters.
-        output: Tensor = _bitsandbytes().matmul_4bit(x, self.packed, self._state(self.scales, x.dtype), bias=self.bias)
+        state = self._state(self.scales, self.rounded_to or x.dtype)
+        output: Tensor = _bitsandbytes().matmul_4bit(x, self.packed, state, bias=self.bias)
         return output
 
     @torch.no_grad()
@@ -110,7 +115,7 @@ class QuantizedLinear(nn.Linear):
         of_scales, mean, levels = (
             buffer.to(scales.device) for buffer in (self.scales_of_scales, self.mean_of_scales, self.scale_levels)
         )
-        nested = state(of_scales, code=levels, blocksize=_SCALES_BLOCK, dtype=torch.float32)
+        nested = state(of_scales, code=levels, blocksize=SCALES_BLOCK, dtype=torch.float32)
         return state(scales.flatten(), shape, None, BLOCK, self.levels, dtype, mean, nested)
 
 
@@ -121,8 +126,10 @@ class Quantizing:
     """Sum over this rank's rows. Double quantization changes it in the third digit, which is not counted."""
     squared_weight: float = 0.0
 
-    def __init__(self, layer: QuantizedLinear) -> None:
+    def __init__(self, layer: QuantizedLinear, *, is_kept: bool = False) -> None:
         self.layer = layer
+        self.is_kept = is_kept
+        """Whether the weight is in 4 bits in its file, and stays as it is."""
         self.shape = torch.Size((layer.out_features, layer.in_features))
         self._scales: Tensor | None = None
 
@@ -132,10 +139,31 @@ class Quantizing:
         return torch.device(packed.device_mesh.device_type) if isinstance(packed, DTensor) else packed.device
 
     @property
+    def _blocks(self) -> int:
+        """Blocks of a row."""
+        return self.shape[1] // BLOCK
+
+    @property
     def index(self) -> Index:
         """This rank's part of the weight."""
         rows, _ = index_of(self.layer.packed)
         return rows, slice(0, self.shape[1])
+
+    @torch.no_grad()
+    def take(self, source: Packed) -> bool:
+        """Take this rank's rows of a weight that a file holds in 4 bits, if they stay as they are."""
+        if not self.is_kept:
+            return False
+        layer, (rows, _) = self.layer, self.index
+        values, blocks = (slice(rows.start * width, rows.stop * width) for width in (self.shape[1], self._blocks))
+        local(layer.packed).copy_(source.codes[values.start // 2 : values.stop // 2].view(local(layer.packed).shape))
+        scales = source.scales[blocks].view(torch.uint8)
+        local(layer.scales).copy_(scales.view(local(layer.scales).shape))
+        if source.double is not None:
+            layer.scales_of_scales.copy_(source.double[0])
+            layer.scale_levels.copy_(source.double[1])
+            layer.mean_of_scales.fill_(source.double[2])
+        return True
 
     @torch.no_grad()
     def put(self, index: Index, values: Tensor) -> None:
@@ -152,7 +180,7 @@ class Quantizing:
                 part, blocksize=BLOCK, quant_type=self.layer.levels
             )
             put(self.layer.packed, (at, slice(0, self.shape[1] // 2)), packed.view(len(part), -1))
-            put(self._scales, (at, slice(0, self.shape[1] // BLOCK)), state.absmax.view(len(part), -1))
+            put(self._scales, (at, slice(0, self._blocks)), state.absmax.view(len(part), -1))
             error = _bitsandbytes().functional.dequantize_4bit(packed, state).float().sub_(part)
             self.squared_error += float(error.square_().sum(dtype=torch.float64))
             self.squared_weight += float(part.float().square().sum(dtype=torch.float64))
@@ -168,7 +196,7 @@ class Quantizing:
             put_own(layer.scales, whole.view(torch.uint8))
             return
         mean = whole.flatten().mean()
-        fine, state = _bitsandbytes().functional.quantize_blockwise(whole.flatten() - mean, blocksize=_SCALES_BLOCK)
+        fine, state = _bitsandbytes().functional.quantize_blockwise(whole.flatten() - mean, blocksize=SCALES_BLOCK)
         put_own(layer.scales, fine.view(whole.shape))
         layer.scales_of_scales.copy_(state.absmax)
         layer.mean_of_scales.copy_(mean)
@@ -176,7 +204,7 @@ class Quantizing:
 
     def _new_scales(self) -> Tensor:
         """Room for float32 scales, sharded as the weight."""
-        packed, shape = self.layer.packed, (self.shape[0], self.shape[1] // BLOCK)
+        packed, shape = self.layer.packed, (self.shape[0], self._blocks)
         if not isinstance(packed, DTensor):
             return torch.empty(shape, device=packed.device)
         return distributed.zeros(shape, device_mesh=packed.device_mesh, placements=packed.placements)
@@ -197,7 +225,25 @@ def quantize_layers(model: PreTrainedModel, config: QuantizationConfig) -> dict[
         raise ModelError(
             f"model.quantization: {type(model).__name__} has no frozen linear layer with rows of {BLOCK} n"
         )
-    return {f"{path}.weight": Quantizing(QuantizedLinear.convert(layer, config)) for path, layer in fitting.items()}
+    return {
+        f"{path}.weight": Quantizing(QuantizedLinear.convert(layer, config.type, config.double))
+        for path, layer in fitting.items()
+    }
+
+
+def keep_quantized(
+    model: PreTrainedModel, packed: Mapping[str, Packed], changed: Container[str]
+) -> dict[str, Quantizing]:
+    """Convert the layers whose weights are `packed` in the files, likewise. Those that are trained, or whose rows are
+    not whole blocks, are read as numbers. The `changed` ones, into which an adapter is merged, are quantized again.
+    """
+    found: dict[str, Quantizing] = {}
+    for path, layer in _frozen_linears(model):
+        source = packed.get(name := f"{path}.weight")
+        if source is not None and source.block == BLOCK and layer.in_features % BLOCK == 0:
+            made = QuantizedLinear.convert(layer, source.kind, source.double is not None, source.dtype)
+            found[name] = Quantizing(made, is_kept=name not in changed)
+    return found
 
 
 def _frozen_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
@@ -228,8 +274,10 @@ def log_quantization(layers: Mapping[str, Quantizing], process: Process) -> None
     values = sum(each.shape.numel() for each in layers.values())
     held = sum(each.layer.packed.numel() + each.layer.scales.numel() for each in layers.values())
     if process.is_main:
+        squared_error, squared_weight = total.tolist()
+        error = f"relative error of the weights {(squared_error / squared_weight) ** 0.5:.3f}" if squared_weight else ""
+        kind = next(iter(layers.values())).layer.levels.upper()
         get_logger().info(
-            f"Quantization: {len(layers)} linear layers in NF4, {8 * held / values:.2f} bits per weight "
-            f"({held / 2**20:,.0f} MiB; in bfloat16 {2 * values / 2**20:,.0f}); relative error of the weights "
-            f"{(float(total[0]) / float(total[1])) ** 0.5:.3f}"
+            f"Quantization: {len(layers)} linear layers in {kind}, {8 * held / values:.2f} bits per weight "
+            f"({held / 2**20:,.0f} MiB; in bfloat16 {2 * values / 2**20:,.0f}); {error or 'as in the files'}"
         )

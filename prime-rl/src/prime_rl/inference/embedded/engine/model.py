@@ -397,7 +397,7 @@ def load_model(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         description = ModelDescription(config.to_dict())
         is_part = description.has_known_language_part
-        if description.setting("quantization_config"):
+        if description.setting("quantization_config") and description.packed is None:
             # Transformers decorates `to`, which hides from type checkers that it is a method.
             model = _quantized(name, options, is_part=is_part).to(device)  # type: ignore[arg-type]
         else:
