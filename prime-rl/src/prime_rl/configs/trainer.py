@@ -343,7 +343,10 @@ class TrainerConfig(RootConfig):
     `inference.enable_return_routed_experts`."""
 
     minibatches: Count = 1
-    """Number of optimizer steps per batch. A batch is still one policy version."""
+    """Number of parts of a batch, with an optimizer step for each. A batch is still one policy version."""
+
+    epochs_per_batch: Count = 1
+    """Number of times that a batch is trained on. Each goes through the same minibatches in the same order."""
 
     optim: OptimizerConfig = AdamWConfig()
     """The optimizer."""

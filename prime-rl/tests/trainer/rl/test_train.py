@@ -194,6 +194,62 @@ def test_several_updates_per_batch_are_one_version_and_equal_for_two_processes(
     assert record["demonstrations/loss"] == pytest.approx(other["demonstrations/loss"], rel=1e-4)
 
 
+def test_a_batch_is_trained_on_twice_with_the_first_policys_log_probabilities(tmp_path, tiny_model_dir) -> None:
+    """Against decoupled PPO in float64: two minibatches, twice. prox and behave are fixed before the first update."""
+    send(tmp_path, 0)
+    settings = {
+        "minibatches": 2,
+        "epochs_per_batch": 2,
+        "optim": {"type": "sgd", "lr": 0.3, "momentum": 0.0, "nesterov": False},
+    }
+    settings["optim"] |= {"weight_decay": 0.0, "max_norm": 1e9}
+    settings["loss"] = {"type": "decoupled", "clip_low": 0.02, "clip_high": 0.02, "behaviour_weight_cap": 1.2}
+    train(config_of(tmp_path, tiny_model_dir, **settings), RunPaths(tmp_path))
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64).train()
+    samples = sorted(batch(0).examples, key=lambda each: -len(each.prompt_ids + each.completion_ids))
+
+    def logprobs_of(sample: TrainingSample) -> torch.Tensor:
+        tokens = torch.tensor(sample.prompt_ids + sample.completion_ids)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return logprobs[len(sample.prompt_ids) - 1 :]
+
+    with torch.no_grad():
+        proximal = [logprobs_of(sample) for sample in samples]
+    clipped, losses = [], []
+    for minibatch in 2 * [range(0, len(samples), 2), range(1, len(samples), 2)]:
+        tokens = sum(len(samples[number].completion_ids) for number in minibatch)
+        model.zero_grad()
+        for number in minibatch:
+            sample, prox = samples[number], proximal[number]
+            behave, advantage = torch.tensor(sample.inference_logprobs, dtype=torch.float64), sample.advantage
+            weight = (prox - behave).exp()
+            weight = torch.where(weight <= 1.2, weight, 0.0)
+            rho = (logprobs_of(sample) - prox).exp()
+            bounded = rho.clamp(0.98, 1.02)
+            clipped.append((rho * advantage > bounded * advantage).double().mean().item())
+            loss = -(weight * torch.minimum(rho * advantage, bounded * advantage)).sum() / tokens
+            loss.backward()
+            losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.3 * parameter.grad
+    assert max(clipped[: len(clipped) // 4]) == 0 < max(clipped[-len(clipped) // 4 :])
+    found, start = (
+        load_file(path)
+        for path in (RunPaths(tmp_path).weight(1) / "model.safetensors", tiny_model_dir / "model.safetensors")
+    )
+    expected = dict(model.named_parameters())
+    for name, value in found.items():
+        moved = (value - start[name]).abs().max()
+        assert (value - expected[name]).abs().max() < 1e-3 * moved + 1e-7, name
+    (record,) = records_of(tmp_path)
+    assert record["loss/mean"] == pytest.approx(sum(losses) / 4, abs=1e-5)
+    assert record["progress/samples"] == len(UNEVEN_LENGTHS)
+    assert record["progress/tokens"] == sum(UNEVEN_LENGTHS)
+    assert len(kept_logprobs(tmp_path)) == 6, "only of the first time"
+
+
 def test_the_reference_is_the_starting_model_as_a_copy_or_without_adapters(tmp_path, tiny_model_dir) -> None:
     lora = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
     runs = {}
@@ -253,6 +309,7 @@ def test_a_run_with_a_critic_and_its_exact_resume(tmp_path: Path, tiny_model_dir
         "loss": {"type": "clip", "kl_coef": 0.1, "kl_in": "token_reward", "kl_target": 0.01},
         "critic": {"warmup_steps": 1, "optim": {"lr": 3e-3}, "value_clip": 0.001},
         "minibatches": 2,
+        "epochs_per_batch": 2,
         "optim": {"lr": 1e-2, "weight_decay": 0.5},
         "demonstrations": {
             "data": {"name": str(rows), "batch_size": 1},

@@ -115,6 +115,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
         "trainer.demonstrations",
         "trainer.parity",
         "trainer.minibatches",
+        "trainer.epochs_per_batch",
     ),
     _rule(
         "applied",

@@ -238,7 +238,7 @@ class RLTrainer:
         is_policy_trained, policy_step = step >= warmup, step - warmup
         of_experts: dict[str, float] = {}
         with self.times("forward_backward"):
-            for minibatch in self._minibatches(rows):
+            for minibatch in self._updates(rows):
                 self.beats.say(f"step {step}: forward and backward, minibatch {minibatch[0].minibatch}")
                 sizes.append(StepSize.from_rows(minibatch, self.components.data_axis))
                 limit = self.components.forward_backward.loss.max_second_moment
@@ -263,7 +263,8 @@ class RLTrainer:
         with self.times("keep_logprobs"):
             self.components.kept.write(step)
         size = StepSize.total(sizes)
-        self.progress.advance(size.tokens, size.sequences)
+        epochs = self.config.epochs_per_batch
+        self.progress.advance(size.tokens // epochs, size.sequences // epochs)
         axis, stats = self.components.data_axis, self.components.forward_backward.loss.stats
         of_reference = self._after_step(values, is_policy_trained)
         recorded = {} if stats is None else stats.export(axis.collective_group)
@@ -297,12 +298,15 @@ class RLTrainer:
         state.adapted["kl_coef"] = kl.coef
         return {"reference_kl_coef": used}
 
-    def _minibatches(self, rows: list[Row]) -> list[list[Row]]:
-        """Split rows by optimizer update, in order."""
-        count = 1 + max(row.minibatch for row in rows)
-        if count > 1 and self.components.forward_backward.loss.needs_proximal:
+    def _updates(self, rows: list[Row]) -> list[list[Row]]:
+        """The rows of each optimizer update, in order: all minibatches, as often as the batch is trained on."""
+        count, epochs = 1 + max(row.minibatch for row in rows), self.config.epochs_per_batch
+        if count * epochs > 1 and self.components.forward_backward.loss.needs_proximal:
             rows = self.components.forward_backward.with_proximal(rows)
-        return [[row for row in rows if row.minibatch == index] for index in range(count)]
+        first = [[row for row in rows if row.minibatch == index] for index in range(count)]
+        # Kept log-probabilities are those of the first time.
+        again = [[dataclasses.replace(row, kept_as=None) for row in minibatch] for minibatch in first]
+        return first + again * (epochs - 1)
 
     def _learning_rates(self) -> dict[str, float]:
         """The learning rate of each trained model, by the prefix of its metrics."""
