@@ -92,7 +92,8 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
     loss = axis.sum([sum(losses)], device)[0]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     whole = torch.cat([full_tensor(each).flatten() for each in gradients])
-    torch.testing.assert_close(global_norm(gradients), whole.norm())
+    # In float32, the norm of all elements together is less exact.
+    torch.testing.assert_close(global_norm(gradients), whole.double().norm().float())
     return loss, whole, identity_of_frozen(model)["weights"]
 
 

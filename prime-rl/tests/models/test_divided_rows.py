@@ -30,11 +30,15 @@ MODELS = {
     "latent attention": (Case("deepseek_v3"), "cp2 tp2 ep4"),
     "latent attention, adapter": (Case("deepseek_v2"), "cp2 tp2"),
     "windows": (Case("gemma3_text"), "cp2 tp2"),
-    "short convolutions": (Case("lfm2"), "cp2"),
+    "short convolutions": (Case("lfm2"), "cp4"),
     "whole heads": (Case("olmo2"), "cp2 tp2"),
     "biases": (Case("gpt_neox"), "cp2 tp2"),
-    "gated delta rule": (Case("qwen3_5_text", ATTENDING), "cp2 tp2"),
+    "gated delta rule": (Case("qwen3_5_text", ATTENDING | {"linear_num_key_heads": 2}), "cp2 tp2 cp4 cp2-tp2"),
+    "gated delta rule, adapter": (Case("qwen3_next", ATTENDING), "cp4 cp2-ep4"),
     "state space": (Case("granitemoehybrid"), "cp2"),
+    "state space of groups": (Case("nemotron_h", {"n_groups": 2}), "cp4"),
+    "state space, adapter": (Case("bamba", {"mamba_n_groups": 2}), "cp2"),
+    "a state in whole rows": (Case("granitemoehybrid", {"mamba_n_heads": 2, "mamba_d_head": 32}), "cp4"),
 }
 """Models, and the meshes of four processes that divide them; `dp_shard` is what remains."""
 DIVISIONS = [(model, mesh) for model, (_, meshes) in MODELS.items() for mesh in meshes.split()]

@@ -384,7 +384,7 @@ def setup_model(
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
     # A compiled block would have a graph for every number of sequences: there, each sequence has a row to itself.
-    layers = StateLayers(model) if config.compile is None else None
+    layers = StateLayers(model, mesh.context_axis) if config.compile is None else None
     if mesh.context_axis is not None:
         divide_kernel(model.config._attn_implementation)
     if layers and process.is_main:

@@ -6,7 +6,9 @@ Attention reads whole sequences. An all-to-all before it gives a process all tok
 one after it gives the process its own tokens of all heads (Jacobs et al. 2023, DeepSpeed Ulysses). What lies between is
 the attention function as it is, so masks, windows, shared prefixes and kernels stay right.
 
-Layers that carry a state from token to token run on the whole row in every process, which then keeps its slice.
+Layers that carry a state from token to token exchange columns of their projections likewise: heads of a gated delta
+rule or a state space, and channels of a convolution, are independent (`hybrids.py`). Those of other kinds run on the
+whole row in every process, which then keeps its slice.
 
 Shapes: N tokens of a row, n = N / `size` of them in this process, H heads, h = H / `size`.
 """
@@ -40,14 +42,14 @@ def over_context(attention: Attention) -> Attention:
             return attention(module, query, key, value, attention_mask, **options)
         if options.get("s_aux") is not None:
             options["s_aux"] = options["s_aux"].chunk(context.size)[context.rank]
-        query, key, value = (_whole_tokens(states, context) for states in (query, key, value))
+        query, key, value = (whole_tokens(states, context) for states in (query, key, value))
         attended, _ = attention(module, query, key, value, attention_mask, **options)
-        return _whole_heads(attended, context), None
+        return whole_heads(attended, context), None
 
     return attend
 
 
-def _whole_tokens(states_1HnD: Tensor, axis: ContextAxis) -> Tensor:
+def whole_tokens(states_1HnD: Tensor, axis: ContextAxis) -> Tensor:
     """This process's heads of all tokens: [1, h, N, D]. Of fewer heads than processes, each is repeated. Collective."""
     states = states_1HnD[0]
     # Query heads are shared out in order, and so are the heads that they read if their number is a multiple of `size`.
@@ -57,7 +59,7 @@ def _whole_tokens(states_1HnD: Tensor, axis: ContextAxis) -> Tensor:
     return received.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1, 2)[None]
 
 
-def _whole_heads(attended_1NhE: Tensor, axis: ContextAxis) -> Tensor:
+def whole_heads(attended_1NhE: Tensor, axis: ContextAxis) -> Tensor:
     """All heads of this process's tokens: [1, n, H, E]. Collective."""
     received = all_to_all_single_autograd(attended_1NhE[0].contiguous(), None, None, axis.group)
     return received.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1, 2)[None]

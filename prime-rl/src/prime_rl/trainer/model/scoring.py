@@ -270,7 +270,7 @@ def _arranged(
     ) -> ArrangedRow:
         sequences = None
         if scoring_of(model).state_layers:
-            sequences = batch_sequences(positions, nodes, node_of_token_T, device, context, uses_last=uses_last)
+            sequences = batch_sequences(positions, nodes, node_of_token_T, device, uses_last=uses_last)
         places_M = tokens_M if node_of_token_T is None else node_of_token_T.index_select(0, tokens_M)
         weights_N = None if routers is None else _counted(positions, tokens_M, nodes, node_of_token_T)
         if context is None and tp is None:
