@@ -18,7 +18,7 @@ from prime_rl.inference.embedded.engine.decode_graphs import Compute, DecodeGrap
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import Completion, GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.model import ModelRunner, load_model
-from prime_rl.transport.weights import SENDER, WeightGroup
+from prime_rl.transport.weights import SENDER, WeightGroup, bundles_of
 
 PROMPTS = [tuple((5 + 7 * index + place) % 512 for place in range(2 + 13 * index)) for index in range(8)]
 NEW_TOKENS = 48
@@ -137,7 +137,7 @@ def sent(directory: Path, device: str) -> tuple[bool, str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     group = WeightGroup(("127.0.0.1", port), SENDER, 1, torch.device(device), 60)
-    group.send(weights, 1)
+    group.send([{name: weights[name] for name in names} for names in bundles_of(weights)], 1)
     if device == "cuda":
         torch.cuda.synchronize()
     return True, f"{len(weights)} tensors, {sum(tensor.nbytes for tensor in weights.values()) / 1e6:.1f} MB"

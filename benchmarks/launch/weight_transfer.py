@@ -36,7 +36,7 @@ from orchestrator_overhead import machine  # noqa: E402
 from prime_rl.inference.embedded.engine.weights import read_weights  # noqa: E402
 from prime_rl.launch import reserved_ports  # noqa: E402
 from prime_rl.trainer.checkpoints.weights import save_weights  # noqa: E402
-from prime_rl.transport.weights import WeightGroup  # noqa: E402
+from prime_rl.transport.weights import WeightGroup, bundles_of  # noqa: E402
 from prime_rl.utils.files import publishing_directory  # noqa: E402
 
 LAYERS, TENSORS_PER_LAYER = 28, 7
@@ -98,7 +98,7 @@ def through_gloo(weights: dict[str, torch.Tensor], receivers: int, rounds: int, 
     found = []
     for version in range(rounds):
         began_s = time.perf_counter()
-        group.send(weights, version)
+        group.send([{name: weights[name] for name in names} for names in bundles_of(weights)], version)
         for process in started:
             process.stdout.readline()
         found.append({"total_s": time.perf_counter() - began_s})

@@ -48,11 +48,15 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
     return weights | {"model.layers.1.norm.weight": torch.randn(5, generator=generator).bfloat16()}
 
 
+def bundled(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{name: weights[name] for name in names} for names in bundles_of(weights)]
+
+
 def test_another_process_receives_every_version_bit_by_bit(port, tmp_path) -> None:
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(port), str(tmp_path)])
     group = join(port, 0)
     for version in (1, 2):
-        group.send(weights_of(version), version)
+        group.send(bundled(weights_of(version)), version)
     assert engine.wait() == 0
     for version in (1, 2):
         sent, received = weights_of(version), load_file(tmp_path / f"{version}.safetensors")
@@ -68,7 +72,7 @@ def join(port: int, rank: int, size: int = 2, timeout_s: float = TIMEOUT_S) -> W
 def test_another_version_than_the_requested_one_is_an_error(port) -> None:
     trainer, engine = join(port, 0), join(port, 1)
     with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(trainer.send, {"model.norm.weight": torch.ones(3)}, 4)
+        sending = threads.submit(trainer.send, [{"model.norm.weight": torch.ones(3)}], 4)
         with pytest.raises(TransportError, match="expected the weights of version 5, but received 4"):
             dict(engine.receive(5))
         del engine  # closes its connections: the trainer either notices or has sent everything
@@ -91,7 +95,7 @@ def test_sending_without_receivers_fails_after_the_timeout(port) -> None:
     trainer, engine = join(port, 0), join(port, 1)
     trainer._timeout = timedelta(seconds=0.3)  # joining has no limit: it succeeds on a slow machine, too
     with pytest.raises(TransportError, match="version 1 did not reach the inference servers"):
-        trainer.send({"model.norm.weight": torch.ones(3)}, 1)
+        trainer.send([{"model.norm.weight": torch.ones(3)}], 1)
     assert engine.rank == 1
 
 
@@ -110,12 +114,12 @@ os._exit(9)
 def test_an_engine_that_stops_receiving_is_an_error_after_the_timeout(port) -> None:
     engine = subprocess.Popen([sys.executable, "-c", STOPS_RECEIVING, str(port)], stdin=subprocess.PIPE, text=True)
     trainer = join(port, 0)
-    trainer.send({"model.norm.weight": torch.ones(3)}, 1)
+    trainer.send([{"model.norm.weight": torch.ones(3)}], 1)
     trainer._timeout = timedelta(seconds=0.3)  # of each message from here on
     more_than_sockets_hold = torch.ones(2**23)
     late = r"version 2 did not reach the inference servers: waited for .* \(limit: weight_broadcast.timeout = 0.3 s\)"
     with pytest.raises(TransportError, match=late):
-        trainer.send({"model.norm.weight": more_than_sockets_hold}, 2)
+        trainer.send([{"model.norm.weight": more_than_sockets_hold}], 2)
     engine.communicate("die\n")  # closes the connection that gloo's thread still waits for
 
 
@@ -123,7 +127,7 @@ def test_an_engine_that_stops_receiving_is_an_error_after_the_timeout(port) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_watchdog_of_nccl_ends_no_process_before_it_has_said_why(port) -> None:
     group = WeightGroup(("127.0.0.1", port), 0, 1, torch.device("cuda"), timeout_s=30)
-    group.send({"model.norm.weight": torch.ones(3)}, 1)
+    group.send([{"model.norm.weight": torch.ones(3)}], 1)
     assert group._backend.options._timeout == timedelta(seconds=30 + NCCL_LATER_S)
 
 
@@ -140,7 +144,7 @@ import torch
 from prime_rl.transport.weights import WeightGroup
 
 group = WeightGroup(("127.0.0.1", int(sys.argv[1])), rank=0, size=2, device=torch.device("cpu"), timeout_s=3600)
-group.send({"model.norm.weight": torch.ones(3)}, 1)
+group.send([{"model.norm.weight": torch.ones(3)}], 1)
 print("sent", flush=True)
 sys.stdin.readline()
 os._exit(9)

@@ -3,12 +3,12 @@
 The process group is separate from those of the trainer and of the engines: rank 0 is the trainer's main process, and
 every other rank is an engine worker. Rank 0 broadcasts all messages:
 
-    int64 [number of bundles]
-    for each bundle: int64 [header size in bytes], the header, then one flat tensor per dtype
+    for each bundle: int64 [1], int64 [header size in bytes], the header, then one flat tensor per dtype
+    int64 [0]
 
 The header is MessagePack: the policy version, and the name and shape of each tensor, grouped by dtype. The first bundle
 has the tensors outside the decoder layers, and each further bundle has one layer's, so that neither side ever holds a
-second copy of the model. Tensors are named as on the hub.
+second copy of the model: the trainer gathers a bundle when it sends it. Tensors are named as on the hub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch import Tensor
 from prime_rl.transport.endpoints import TransportError
 from prime_rl.utils.waiting import REMIND_EVERY_S, Wait
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
+_NEXT, _END = 1, 0
 _GROUP_INFO = "info"
 _BACKLOG = 1024
 _POLL_S = 2e-4
@@ -86,22 +87,24 @@ class WeightGroup:
             else:
                 self._check(msgspec.msgpack.decode(self._store.get(_GROUP_INFO), type=GroupInfo))
 
-    def send(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Send `weights` (on any device, named as on the hub) to every engine worker. Rank 0 only.
+    def send(self, bundles: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Send weights (on any device, named as on the hub) to every engine worker, bundle by bundle. Rank 0 only.
 
         Raises:
             TransportError: a worker has exited or does not receive the weights within the group's timeout.
         """
-        with _as_transport_error(f"version {version} did not reach the inference servers"):
-            bundles = bundles_of(weights)
-            self._send_number(len(bundles))
-            for names in bundles:
-                by_dtype: dict[torch.dtype, list[str]] = {}
-                for name in names:
-                    by_dtype.setdefault(weights[name].dtype, []).append(name)
+        broken = f"version {version} did not reach the inference servers"
+        for weights in bundles:
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for name in weights:
+                by_dtype.setdefault(weights[name].dtype, []).append(name)
+            with _as_transport_error(broken):
+                self._send_number(_NEXT)
                 self._send_bytes(msgspec.msgpack.encode(_header_of(weights, by_dtype, version)))
                 for members in by_dtype.values():
                     self._broadcast(torch.cat([weights[name].to(self.device).flatten() for name in members]))
+        with _as_transport_error(broken):
+            self._send_number(_END)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of every weight of `version` as they arrive, on this process's device. Not on rank 0.
@@ -112,10 +115,10 @@ class WeightGroup:
             TransportError: the trainer has exited, sends nothing within the group's timeout, or sends another version.
         """
         broken = f"did not receive version {version} from the trainer"
-        with _as_transport_error(broken):
-            count = self._receive_number()
-        for _ in range(count):
+        while True:
             with _as_transport_error(broken):
+                if self._receive_number() == _END:
+                    return
                 header = msgspec.msgpack.decode(self._receive_bytes(), type=BundleHeader)
             if header.version != version:
                 raise TransportError(f"expected the weights of version {version}, but received {header.version}")

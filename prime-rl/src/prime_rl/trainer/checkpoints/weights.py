@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from prime_rl.trainer.model.quantized import QuantizedLinear, scale_names
 from prime_rl.trainer.model.vision import vision_of
 from prime_rl.transport.language_part import PROCESSOR_FILES, part_of
 from prime_rl.transport.loading import float32_names, full_tensor, has_score
+from prime_rl.transport.weights import bundles_of
 from prime_rl.utils.files import replacing_directory
 
 SaveFormat = Literal["safetensors", "torch"]
@@ -42,36 +43,80 @@ _GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "ro
 _FILE_PATTERNS = {"safetensors": "model{suffix}.safetensors", "torch": "pytorch_model{suffix}.bin"}
 
 
-@torch.no_grad()
 def gather_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """A copy of all weights in host memory on rank 0, and an empty dict on the others. Collective.
 
+    See `gather_bundles`.
+    """
+    bundles = gather_bundles(model, dtype, [0] * len(bundles_of(model.state_dict())))
+    return {name: tensor for bundle in bundles for name, tensor in bundle.items()}
+
+
+@torch.no_grad()
+def gather_bundles(model: PreTrainedModel, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """Copies of the weights outside the decoder layers, then of each layer's: in host memory on the rank that
+    `owners` names for the bundle, empty on the others. Collective: every process exhausts the iterator.
+
     Names are those of the hub. Of tied weights, only the one that Transformers keeps is returned. Floating-point
     tensors are cast to `dtype`, except those that Transformers loads in float32 whatever the model's dtype. Adapters
-    are merged into their weights.
+    are merged into their weights. No process holds more whole tensors than its own and one that is gathered.
     """
-    in_float32 = float32_names(model, dtype)
+    in_float32, part = float32_names(model, dtype), part_of(model)
     left_out = adapter_parameter_names(model).union(model.all_tied_weights_keys, scale_names(model))
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        own_beats().tick()
-        if name in left_out:
-            continue
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, QuantizedLinear) and name.endswith(".packed"):
-            name, whole = name.removesuffix("packed") + "weight", layer.full_weight()
+    state = model.state_dict()
+    for names, owner in zip(bundles_of(state), owners, strict=True):
+        bundle: dict[str, Tensor] = {}
+        for name in names:
+            own_beats().tick()
+            if name in left_out:
+                continue
+            layer, tensor = model.get_submodule(name.rpartition(".")[0]), state[name]
+            if isinstance(layer, QuantizedLinear) and name.endswith(".packed"):
+                name, whole = name.removesuffix("packed") + "weight", layer.full_weight()
+            else:
+                whole = full_tensor(tensor)
+            full = merge_adapter(model, name, whole)
+            if dist.get_rank() == owner:
+                wanted = torch.float32 if in_float32.search(name) else dtype
+                target = wanted if full.is_floating_point() else full.dtype
+                # Always a copy: training continues in the tensors of the model.
+                bundle[name] = full.to("cpu", target, copy=True)
+            del whole, full  # before the next one is gathered
+        # A conversion never joins tensors of different layers.
+        if not bundle:
+            yield {}
+        elif part is None:
+            yield dict(revert_weight_conversion(model, bundle))
         else:
-            whole = full_tensor(tensor)
-        full = merge_adapter(model, name, whole)
-        if dist.get_rank() == 0:
-            wanted = torch.float32 if in_float32.search(name) else dtype
-            target = wanted if full.is_floating_point() else full.dtype
-            # Always a copy: training continues in the tensors of the model.
-            state[name] = full.to("cpu", target, copy=True)
-    if not state:
-        return {}
-    part = part_of(model)
-    return dict(revert_weight_conversion(model, state)) if part is None else part.names_of_files(model, state)
+            yield part.names_of_files(model, bundle)
+
+
+def share_out(model: PreTrainedModel, ranks: int) -> list[int]:
+    """The rank that keeps each bundle of `gather_bundles`, so that all ranks keep about as much."""
+    state, held, owners = model.state_dict(), [0] * ranks, []
+    for names in bundles_of(state):
+        owners.append(held.index(min(held)))
+        held[owners[-1]] += sum(state[name].nbytes for name in names)
+    return owners
+
+
+def save_own_weights(weights: Mapping[str, Tensor], directory: Path, save_format: SaveFormat) -> None:
+    """Write the weights that this rank keeps, as one of a checkpoint's files, and on rank 0 the index. Collective.
+
+    When it returns on rank 0, all files are there.
+    """
+    pattern, rank, size = _FILE_PATTERNS[save_format], dist.get_rank(), dist.get_world_size()
+    file = pattern.format(suffix=f"-{rank + 1:05}-of-{size:05}")
+    if weights:
+        _save_file(dict(weights), directory / file, save_format)
+    # Tensors of other ranks are known only to them, as a conversion may rename or split them.
+    own = (dict.fromkeys(weights, file), sum(tensor.nbytes for tensor in weights.values()))
+    every: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(own, every)
+    if every is not None:
+        weight_map = {name: held for files, _ in every for name, held in files.items()}
+        index = {"metadata": {"total_size": sum(total for _, total in every)}, "weight_map": weight_map}
+        write_index(index, directory, save_format)
 
 
 def save_weights(
@@ -94,8 +139,13 @@ def save_weights(
         _save_file({name: state[name] for name in names}, directory / file_name, save_format)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        index_name = f"{pattern.format(suffix='')}.index.json"
-        (directory / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_index(index, directory, save_format)
+
+
+def write_index(index: Mapping[str, Any], directory: Path, save_format: SaveFormat) -> None:
+    """Write which of a checkpoint's files holds which tensor."""
+    name = f"{_FILE_PATTERNS[save_format].format(suffix='')}.index.json"
+    (directory / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def save_adapter(adapter: PeftAdapter, directory: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Protocol
 
@@ -14,15 +16,24 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import FileSystemWeightBroadcastConfig, NCCLWeightBroadcastConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
-from prime_rl.trainer.checkpoints.weights import gather_weights, save_adapter, save_weights
+from prime_rl.trainer.checkpoints.weights import (
+    gather_bundles,
+    gather_weights,
+    save_adapter,
+    save_own_weights,
+    save_weights,
+    share_out,
+)
 from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.world import Process
 from prime_rl.transport import TransportError
-from prime_rl.transport.weights import SENDER, WeightGroup
+from prime_rl.transport.weights import SENDER, WeightGroup, bundles_of
 from prime_rl.utils.files import STABLE, publishing_directory, scratch_of
 from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
+
+Gathered = Callable[[], None]
 
 
 def nothing() -> None: ...
@@ -35,7 +46,7 @@ class Broadcast(Protocol):
         """Remove leftover versions of earlier starts. This run starts at `version`."""
 
     def publish(
-        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Gathered = nothing
     ) -> None:
         """Publish the model's weights as `version`. Collective.
 
@@ -70,7 +81,7 @@ class FileSystemBroadcast:
         self.max_async_level = max_async_level
 
     def publish(
-        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Gathered = nothing
     ) -> None:
         """Write the weights as `version`, in `dtype` and hub format, or the adapter alone.
 
@@ -80,6 +91,15 @@ class FileSystemBroadcast:
         Raises:
             OSError: the weights cannot be written. The run must stop, because the engines would wait for this version.
         """
+        if not self.sends_adapter and self.config.save_sharded and self.process.world_size > 1:
+            self._write_shares(model, version, dtype, when_gathered)
+        else:
+            self._write(model, version, dtype, when_gathered)
+        if self.process.rank == 0:
+            self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
+
+    def _write(self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Gathered) -> None:
+        """Rank 0 writes all files."""
         adapter = gather_adapter(model, dtype, is_served=True) if self.sends_adapter else None
         weights = gather_weights(model, dtype) if adapter is None else {}
         when_gathered()
@@ -90,7 +110,16 @@ class FileSystemBroadcast:
                 save_adapter(adapter, scratch)
             else:
                 save_weights(weights, scratch, self.config.save_sharded, self.config.save_format)
-        self._remove(lambda other: other < version - self.max_async_level and not self._is_kept(other))
+
+    def _write_shares(self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Gathered) -> None:
+        """Each rank writes a file of some layers, and holds no others."""
+        target, rank = self.run.broadcast(version), self.process.rank
+        bundles = gather_bundles(model, dtype, share_out(model, self.process.world_size))
+        own = {name: tensor for bundle in bundles for name, tensor in bundle.items()}
+        when_gathered()
+        with publishing_directory(target) if rank == 0 else nullcontext(scratch_of(target)) as scratch:
+            dist.barrier()  # rank 0 has made the directory
+            save_own_weights(own, scratch, self.config.save_format)
 
     def start(self, version: int) -> None:
         """Remove versions above `version`, left over from an earlier start or another run."""
@@ -163,7 +192,7 @@ class GroupBroadcast:
         get_logger().info(f"Weights are broadcast to {workers}, through {address[0]}:{address[1]}")
 
     def publish(
-        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Callable[[], None] = nothing
+        self, model: PreTrainedModel, version: int, dtype: torch.dtype, when_gathered: Gathered = nothing
     ) -> None:
         """Offer `version`, and send it in `dtype` and hub format once the servers are ready. Collective.
 
@@ -176,13 +205,15 @@ class GroupBroadcast:
             self._offer(version)
         if not self._is_accepted(version):
             return
-        weights = gather_weights(model, dtype)
+        bundles = gather_bundles(model, dtype, [SENDER] * len(bundles_of(model.state_dict())))
+        try:
+            if self._group is None:
+                deque(bundles, maxlen=0)
+            else:
+                self._group.send(bundles, version)
+        except TransportError as error:
+            raise TrainerError(str(error)) from error
         when_gathered()
-        if self._group is not None:
-            try:
-                self._group.send(weights, version)
-            except TransportError as error:
-                raise TrainerError(str(error)) from error
 
     def _offer(self, version: int) -> None:
         shutil.rmtree(self.run.broadcast(version - 1), ignore_errors=True)
