@@ -276,16 +276,16 @@ CASES = {
             "model/model.safetensors": "",
         },
     ),
-    "folder of Gemma 3n with its vision tower": Case(
+    "folder of Ovis 2 with its vision tower": Case(
         "sft",
         "--model.name {dir}/model",
-        "Gemma3nForConditionalGeneration reads images, which is not supported yet: name a model for text alone",
-        nested("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text"),
+        "Ovis2ForConditionalGeneration reads images, which is not supported yet: name a model for text alone",
+        nested("ovis2", "Ovis2ForConditionalGeneration", "qwen2"),
     ),
-    "folder of Llama 4 with its vision tower": Case(
+    "Llama 4 on the embedded engine": Case(
         "rl",
-        "--model.name {dir}/model",
-        "Llama4ForConditionalGeneration reads images, which is not supported yet",
+        "--model.name {dir}/model --inference.backend embedded",
+        'does not run layers of type chunked_attention: set backend = "vllm"',
         nested("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
     ),
     "no image processor": Case(

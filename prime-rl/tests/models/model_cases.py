@@ -79,6 +79,14 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
         **_MAMBA,
     },
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    # Of each kind of layer one that shares keys and values with an earlier one.
+    "gemma3n_text": {
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 8},
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    # Chunked attention with rotary positions, full attention with a temperature and none. Experts in one layer.
+    "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 8, "moe_layers": [1], "intermediate_size_mlp": 48},
 }
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -91,14 +99,16 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "whisper".split()
     ),
     "Not made tiny here": tuple(
-        "axk1 axk2 blt cohere_compass_text dbrx deepseek_v32 gemma3n_text gemma4_assistant gemma4_text "
+        "axk1 axk2 blt cohere_compass_text dbrx deepseek_v32 gemma4_assistant gemma4_text "
         "gemma4_unified_assistant glm_moe_dsa kimi_linear longcat_flash mpt zamba zamba2 zaya".split()
     ),
     "Models with images or sound": tuple(
-        "aria_text emu3 fuyu gemma3n gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
+        "aria_text emu3 fuyu gemma4_unified git got_ocr2 mllama moshi musicgen "
         "musicgen_melody phi4_multimodal qwen4_exp".split()
     ),
-    "Checkpoints with a vision tower, in the second table": ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"),
+    "Checkpoints with a vision tower, in the second table": tuple(
+        "gemma3 gemma3n gemma4 llama4 qwen3_5 qwen3_5_moe".split()
+    ),
 }
 
 

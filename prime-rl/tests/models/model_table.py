@@ -116,9 +116,18 @@ it. `[model.vision]` trains some families on images, with the tower ([images](im
 `inference.model.language_model_only = true`, vLLM does not load the tower. vLLM on a CPU runs gated delta rules
 (qwen3_5) in bfloat16 only.
 
+Transformers' classes of aya_vision and cohere2_vision leave out the language model's `logit_scale`, and PaliGemma's its
+`final_logit_softcapping`. vLLM applies them, and so does training. The prompts of PaliGemma are trained causally, as
+text without images runs in its class. The rows of Gemma 3n may not hold tokens of images or sound.
+
 | family | trainer | embedded engine | export round trip | LoRA in PEFT |
 |---|---|---|---|---|"""
 WITHOUT_EXPERTS = "equal, without experts"
+REFUSED_BY_ENGINE = {
+    "gemma3n": "refused: its layers have no embeddings for some of the tokens that it samples",
+    "llama4": "refused: layers of type chunked_attention",
+}
+"""Families with a vision tower that only vLLM serves."""
 AS_FAMILY = "as its family"
 
 
@@ -159,7 +168,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
 
 def columns_of_whole(family: str) -> tuple[str, ...]:
     """What the page says about a checkpoint with a vision tower; `test_language_parts.py` compares."""
-    return ("equal", "equal", "equal", WITHOUT_EXPERTS if family.endswith("_moe") else "equal")
+    has_experts = family.endswith("_moe") or family == "llama4"
+    return ("equal", REFUSED_BY_ENGINE.get(family, "equal"), "equal", WITHOUT_EXPERTS if has_experts else "equal")
 
 
 def outcomes_on(text: str) -> dict[str, Outcome]:

@@ -37,11 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "axk2": INDEXER,
     "deepseek_v32": INDEXER,
     "glm_moe_dsa": INDEXER,
-    "gemma3n_text": {
-        **{"num_kv_shared_layers": 0, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 8},
-        "activation_sparsity_pattern": [0.0, 0.0],
-    },
     "kimi_linear": {
         **{"num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
         "layer_types": ["linear_attention", "full_attention"],

@@ -109,15 +109,15 @@ def test_a_family_that_reads_more_than_text_is_refused_unless_its_language_part_
 def test_a_checkpoint_as_on_the_hub_is_named_by_its_class() -> None:
     text = {"model_type": "gemma3_text", "num_hidden_layers": 2, "vocab_size": 8}
     config: dict[str, Any] = {
-        "model_type": "gemma3n",
-        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "ovis2",
+        "architectures": ["Ovis2ForConditionalGeneration"],
         "text_config": text,
         "vision_config": {"model_type": "siglip_vision_model"},
     }
     found = ModelDescription(config)
     assert (found.towers, found.language_part, found.setting("vocab_size")) == (("vision_config",), text, 8)
     assert found.training_fault() == (
-        "Gemma3nForConditionalGeneration reads images, which is not supported yet: name a model for text alone"
+        "Ovis2ForConditionalGeneration reads images, which is not supported yet: name a model for text alone"
     )
     assert ModelDescription(text).training_fault() is None
 

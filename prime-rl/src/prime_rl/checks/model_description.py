@@ -53,8 +53,9 @@ CAUSAL_FAMILIES = frozenset(
 """Model types of which Transformers has a causal language model. Asking Transformers takes seconds."""
 
 SEPARABLE_FAMILIES = frozenset(
-    "gemma3 gemma4 glm4v got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llava llava_next llava_onevision mistral3 "
-    "qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm vipllava".split()
+    "aya_vision cohere2_vision gemma3 gemma3n gemma4 glm4v got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava "
+    "llava_next llava_onevision mistral3 paligemma qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe "
+    "smolvlm vipllava".split()
 )
 """Model types with a vision tower whose language part, run alone as the causal class of its config, has the logits of
 the whole on text. Tests compare them."""
@@ -77,7 +78,7 @@ _LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES | PLAIN_LANGUAGE_PARTS.k
 
 UNTRAINED_FAMILIES = frozenset(
     # Their heads change the logits, or have no list of decoder blocks below them.
-    "blt hrm_text inkling_text llama4_text longcat_flash modernbert-decoder recurrent_gemma xlstm "
+    "blt hrm_text inkling_text longcat_flash modernbert-decoder recurrent_gemma xlstm "
     # Drafts for the decoding of another model.
     "gemma4_assistant gemma4_unified_assistant "
     # Encoders.
@@ -90,14 +91,14 @@ UNTRAINED_FAMILIES = frozenset(
 """Causal families that the trainer refuses; docs/models.md has the reasons."""
 
 UNSCORED_FAMILIES = frozenset(
-    "afmoe apertus aria_text bamba bitnet codegen cohere cohere2 cohere2_moe cpmant cwm dbrx deepseek_v32 deepseek_v4 "
-    "dots1 emu3 ernie4_5 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo fuyu gemma3n gemma3n_text gemma4 "
-    "gemma4_text gemma4_unified gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_text glm_moe_dsa got_ocr2 "
-    "gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hy_v3 hy_v4 "
-    "hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4 mamba mamba2 mellum mimo_v2_flash minimax_m2 "
-    "minimax_m3_vl_text mllama moshi nanochat nemotron_h olmo_hybrid olmoe phi4_multimodal qwen2_5_vl_text "
-    "qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp qwen4_exp_text rwkv "
-    "solar_open trocr vaultgemma xglm youtu zaya bert-generation".split()
+    "afmoe apertus aria_text bamba bitnet codegen cohere cohere2 cohere2_moe cpmant cwm dbrx deepseek_v32 "
+    "deepseek_v4 dots1 emu3 ernie4_5 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo fuyu gemma3n "
+    "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_text "
+    "glm_moe_dsa got_ocr2 gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
+    "granitemoeshared hy_v3 hy_v4 hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4 llama4_text mamba "
+    "mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mllama moshi nanochat nemotron_h olmo_hybrid "
+    "olmoe phi4_multimodal qwen2_5_vl_text qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text "
+    "qwen3_vl_text qwen4_exp qwen4_exp_text rwkv solar_open trocr vaultgemma xglm youtu zaya bert-generation".split()
 )
 """Families that are trained and of which Transformers has no class for sequence classification, as reward models and
 critics have it."""
@@ -110,7 +111,7 @@ UNDIVIDED_FAMILIES = frozenset(
 )
 """Families that are trained and for whose layers Transformers has no plan of tensor parallelism."""
 
-_UNROUTED_FAMILIES = frozenset(("doge", "jetmoe"))
+_UNROUTED_FAMILIES = frozenset(("doge", "jetmoe", "llama4_text"))
 """Mixtures whose experts are no stack that takes hidden states and each token's experts, as `model.ep` divides it."""
 
 _OWN_ATTENTION = frozenset(
@@ -122,6 +123,7 @@ _OTHER_ATTENTION = frozenset("diffllama hrm_text kimi_linear minimax recurrent_g
 """Families with differences of attentions, or layers without keys and values that are not among the slots'."""
 _HYBRIDS: Mapping[str, str] = {
     "falcon_h1": "hybrid",
+    "llama4_text": "chunked_attention",
     **dict.fromkeys(
         "bamba falcon_mamba jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text "
         "qwen3_5_text qwen3_next qwen4_exp_text zamba zamba2".split(),
@@ -319,6 +321,9 @@ class ModelDescription:
         )
         if least_step > 0:
             return f"models of type {family!r} with a least time step ({least_step:g})"
+        of_layers = text.get("vocab_size_per_layer_input")
+        if of_layers is not None and of_layers < (text.get("vocab_size") or of_layers):
+            return f"models of type {family!r} whose layers have no embeddings for some of the tokens that they sample"
         if family in _OWN_ATTENTION | _OTHER_ATTENTION or self._changes_with_length(max_model_len):
             return f"models of type {family!r} with these settings, which have an attention of their own"
         return None

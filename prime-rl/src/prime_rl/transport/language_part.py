@@ -99,11 +99,20 @@ class LanguagePart:
 
     def module_in_whole(self, name: str) -> str:
         """The name in the class that the checkpoint names, of a module or weight of the model. PEFT and vLLM use it."""
-        return f"{self.path}{name.removeprefix(self.base)}" if name.startswith(f"{self.base}.") else name
+        if name.startswith(f"{self.base}."):
+            return f"{self.path}{name.removeprefix(self.base)}"
+        return f"{self._causal_model}{name}"
 
     def module_in_part(self, name: str) -> str:
         """The reverse of `module_in_whole`."""
-        return f"{self.base}{name.removeprefix(self.path)}" if name.startswith(f"{self.path}.") else name
+        if name.startswith(f"{self.path}."):
+            return f"{self.base}{name.removeprefix(self.path)}"
+        return name.removeprefix(self._causal_model)
+
+    @property
+    def _causal_model(self) -> str:
+        """Where the whole holds the causal class, as Llama 4's, with its head; empty if it has the head itself."""
+        return self.path.removesuffix(self.base) if self.path.endswith(f".{self.base}") else ""
 
     def others(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, such as a vision tower's, by the checkpoint's names."""
@@ -180,12 +189,16 @@ def find_part(model: PreTrainedModel, name: str) -> LanguagePart:
         OSError: a hub id cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText, SiglipVisionConfig
 
     patterns = ["*.safetensors", "*.json", "*.jinja"]
     folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     with torch.device("meta"):
         of_whole = AutoConfig.from_pretrained(folder)
+        if of_whole.model_type == "gemma3n":
+            # Its own tower needs the package timm. Only the names of the language part are read.
+            kept = {key: getattr(of_whole.vision_config, key) for key in ("vocab_size", "vocab_offset", "rms_norm_eps")}
+            vars(of_whole)["vision_config"] = SiglipVisionConfig(**kept)  # past the check of its type
         whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
     return LanguagePart.of(model, whole, folder)
 

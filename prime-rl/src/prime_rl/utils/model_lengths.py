@@ -13,7 +13,11 @@ from typing import Any
 _FIXED = "fixed_length"
 """A rotary type that Transformers does not know, so its forward pass leaves the frequencies as they are."""
 
-_TIGHT = {"sliding_window": 4, "window_size": 4, "attention_chunk_size": 4, "attn_logit_softcapping": 1.0}
+_TIGHT = {
+    **{"sliding_window": 4, "window_size": 4, "attention_chunk_size": 4, "attn_logit_softcapping": 1.0},
+    # Llama 4 scales the queries of tokens after each so many.
+    "floor_scale": 4,
+}
 """Limits on attention that a probe of a few tokens reaches."""
 
 
@@ -32,6 +36,16 @@ def fix_rotary_lengths(model: Any, length: int) -> None:
         elif _depends_on_length(kinds):
             _choose_frequencies(module, length)
             module.rope_type = _FIXED
+
+
+def ids_read(text: Any) -> int:
+    """How many ids, from 0 on, the language model of a config reads.
+
+    Gemma 3n's layers have no embeddings for the tokens of images.
+    """
+    of_layers: int | None = getattr(text, "vocab_size_per_layer_input", None)
+    held: int = text.vocab_size
+    return min(held, of_layers or held)
 
 
 @contextmanager

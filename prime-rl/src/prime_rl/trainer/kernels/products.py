@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,11 +146,14 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.products = products
         if products.outputs is onednn_product:
-            return _product(x, weight, bias)
-        if products.outputs is plain_product:
-            return _linear(x, weight, bias)
-        out = products.outputs(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
-        return out if bias is None else out.add_(bias)
+            out = _product(x, weight, bias)
+        elif products.outputs is plain_product:
+            out = _linear(x, weight, bias)
+        else:
+            out = products.outputs(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+            out = out if bias is None else out.add_(bias)
+        # Not as a view, which a model's code could not change in place, as Gemma 3n's does.
+        return cast("Tensor", torch.ops.aten._unsafe_view(out, list(out.shape)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

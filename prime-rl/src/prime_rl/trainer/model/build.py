@@ -75,7 +75,7 @@ from prime_rl.transport.packed import Packed
 from prime_rl.transport.routing import Routers
 from prime_rl.utils.errors import StartFault, first_line
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.model_lengths import fix_rotary_lengths, tightened
+from prime_rl.utils.model_lengths import fix_rotary_lengths, ids_read, tightened
 
 # The check at the start of a run: packed rows must have the results of plain Transformers.
 
@@ -177,7 +177,8 @@ def _choose_layouts(
 
 
 def _probes(model: PreTrainedModel) -> list[list[int]]:
-    return [[_token(index, model.config.get_text_config().vocab_size) for index in indices] for indices in _PROBES]
+    count = ids_read(model.config.get_text_config())
+    return [[_token(index, count) for index in indices] for indices in _PROBES]
 
 
 def _model_logits(model: PreTrainedModel, device: torch.device, kernel: str) -> list[Tensor]:
@@ -512,9 +513,15 @@ def _processor_files(name: str) -> dict[str, bytes]:
 
 
 def _add_embeddings(model_config: PretrainedConfig, wanted: int, process: Process) -> int:
-    """Raise the vocabulary size of a config to `wanted`, and return by how much."""
+    """Raise the vocabulary size of a config to `wanted`, and return by how much.
+
+    Raises:
+        ModelError: the model has further embeddings, which would stay too few.
+    """
     text = model_config.get_text_config()
     held = text.vocab_size
+    if wanted > held and hasattr(text, "vocab_size_per_layer_input"):
+        raise ModelError(f"tokenizer.add_tokens: models of type {text.model_type!r} have embeddings in each layer too")
     if wanted > held:
         text.vocab_size = wanted
         if process.is_main:
@@ -658,7 +665,10 @@ def _export_alone(model: PreTrainedModel, process: Process) -> None:
 def _build_blank(kind: Any, model_config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     """The model that the code of its family builds, without values. `kind` is an automatic class of Transformers."""
     with torch.device("meta"):
-        return _in_one_dtype(kind.from_config(model_config, **options), options["dtype"])
+        model = _in_one_dtype(kind.from_config(model_config, **options), options["dtype"])
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4's class names its place in another class
+    return model
 
 
 def _reward_class(config: ModelConfig, model_config: PretrainedConfig) -> Any:

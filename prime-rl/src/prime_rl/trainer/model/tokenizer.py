@@ -16,6 +16,7 @@ from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.files import locked_file
+from prime_rl.utils.model_lengths import ids_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,8 +64,7 @@ def embeddings_held(config: ModelConfig, tokens: TokenizerConfig, tokenizer: Pre
             found = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(load_error("model.name", config.name, error)) from error
-    held: int = found.get_text_config().vocab_size
-    return held
+    return ids_read(found.get_text_config())
 
 
 def check_embeddings(config: ModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -75,7 +75,7 @@ def check_embeddings(config: ModelConfig, model: PreTrainedModel, tokenizer: Pre
     Raises:
         ModelError: the tokenizer has more tokens.
     """
-    held = model.config.get_text_config().vocab_size
+    held = ids_read(model.config.get_text_config())
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     needed = max(number for number in tokenizer.get_vocab().values() if number not in special) + 1
     if fault := embeddings_fault(config.name, held, needed):
