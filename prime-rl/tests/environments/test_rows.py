@@ -18,6 +18,7 @@ from prime_rl.environments.rows.loading import Problem, load_problems, mixed
 from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.utils.conversations import has_image
+from prime_rl.utils.images import image_parts
 from prime_rl.utils.pydantic_config import ConfigError
 
 Write = Callable[[str, Sequence[Mapping[str, Any]]], str]
@@ -159,7 +160,7 @@ def test_the_last_box_is_read_with_its_braces(text: str, inside: str | None) -> 
     assert boxed(text) == inside
 
 
-def test_images_of_a_row_are_kept_so_that_training_refuses_them(write: Write) -> None:
+def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Write) -> None:
     for held, is_image in (
         ({"images": ["a.PNG"]}, True),
         ({"image": {"path": "a.dcm"}}, True),
@@ -168,6 +169,8 @@ def test_images_of_a_row_are_kept_so_that_training_refuses_them(write: Write) ->
     ):
         (problem,) = load({"path": write("rows.jsonl", questions(1, **held))})
         assert has_image(problem.prompt) == is_image, held
+        for part in image_parts(problem.prompt):
+            assert Path(part.source).is_absolute(), held
 
 
 def test_ids_survive_filters_mixing_templates_and_other_rows_before(write: Write) -> None:

@@ -1,7 +1,8 @@
-"""vLLM serves checkpoints with a vision tower; their language part is trained, and updated alone."""
+"""vLLM serves checkpoints with a vision tower; their language part is trained, and updated alone. Images reach it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ import transformers as tf
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from prime_rl.configs.shared import ClientConfig
+from prime_rl.orchestrator.proxy.completions import complete
+from prime_rl.orchestrator.proxy.recording import Session
+from prime_rl.orchestrator.servers.server import InferenceServer
+from prime_rl.utils.images import ImageLimits, ShownImages, read_image
+
+from ..trainer.vision_checkpoints import TEMPLATE, picture
 from .conftest import Server, vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -19,11 +27,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 PROMPT = [12, 9, 16, 16, 19, 30, 31]
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 128}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
 TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 NAMES = {"image_token": 3, "video_token": 4, "vision_bos_token": 5, "vision_eos_token": 6}
-PIXELS = {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 4096}}
+COLOURS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "rescale_factor": 1 / 255}
+PIXELS = COLOURS | {
+    "do_rescale": True,
+    "do_normalize": True,
+    "patch_size": 16,
+    "size": {"shortest_edge": 1024, "longest_edge": 4096},
+}
+"""vLLM takes colours that the file does not name as they are."""
 
 
 def save_checkpoint(directory: Path, text: Path) -> None:
@@ -41,7 +56,10 @@ def save_checkpoint(directory: Path, text: Path) -> None:
         model.save_pretrained(directory)
     tokenizer = tf.AutoTokenizer.from_pretrained(text)
     special = {name: tokenizer.convert_ids_to_tokens(number) for name, number in NAMES.items()}
-    tf.AutoTokenizer.from_pretrained(text, extra_special_tokens=special).save_pretrained(directory)
+    tokenizer = tf.AutoTokenizer.from_pretrained(text, extra_special_tokens=special)
+    marks = (NAMES["vision_bos_token"], NAMES["image_token"], NAMES["vision_eos_token"])
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", "".join(tokenizer.convert_ids_to_tokens(marks)))
+    tokenizer.save_pretrained(directory)
     for file, kind in (("preprocessor", "image"), ("video_preprocessor", "video")):
         named = {f"{kind}_processor_type": "Qwen2VLImageProcessor" if kind == "image" else "Qwen3VLVideoProcessor"}
         (directory / f"{file}_config.json").write_text(json.dumps(PIXELS | named))
@@ -59,6 +77,34 @@ def check(server: Server, model: Any, name: str | None = None) -> None:
     torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-4, rtol=1e-4)
 
 
+async def see(server: Server, model: Any, start: Path, file: Path) -> None:
+    """A policy is shown an image twice. Its tokens, and where the trainer finds the image, are recorded; the
+    log-probabilities are those of `model`, which may be another one than the server's."""
+    shown = {"role": "user", "content": [{"type": "image", "image": str(file)}, {"type": "text", "text": "What?"}]}
+    config = ClientConfig(base_url=[f"{server.client.base_url}/v1".replace("//v1", "/v1")])
+    policy = InferenceServer(config.base_url[0], config, server.model, images=ShownImages(ImageLimits()))
+    session = Session("key", policy, server.model, {"max_completion_tokens": 8, "temperature": 1.0, "top_k": -1})
+    answer = await complete(session, {"messages": [shown]})
+    await complete(session, {"messages": [shown, answer["choices"][0]["message"], shown]})
+    await policy.close()
+    (_, first), (_, second) = session.recorded
+    assert [len(call.images) for call in (first, second)] == [1, 2]
+    processor = tf.AutoImageProcessor.from_pretrained(start, backend="pil")
+    for call in (first, second):
+        ids = torch.tensor([call.prompt_ids + call.completion_ids])
+        images = processor([read_image(each.source, Path(), ImageLimits(), None, each.digest) for each in call.images])
+        inputs = {name: torch.tensor(images[name]) for name in ("pixel_values", "image_grid_thw")}
+        is_image = (ids == TOKENS["image_token_id"]) & (torch.arange(ids.shape[1]) < len(call.prompt_ids))
+        # The text stands for as many features as the trainer computes.
+        assert int(is_image.sum()) == 4 * len(call.images)
+        if (ids == TOKENS["image_token_id"]).sum() > is_image.sum():
+            continue  # sampled, which Transformers takes for an image
+        logits = model(input_ids=ids, mm_token_type_ids=is_image.int(), **inputs).logits
+        logprobs = logits[0, len(call.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(call.completion_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(call.inference_logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_updates_of_the_language_part_and_adapters_reach_vllm(tiny_model_dir: Path, tmp_path: Path) -> None:
     python = vllm_python()
@@ -71,6 +117,8 @@ def test_updates_of_the_language_part_and_adapters_reach_vllm(tiny_model_dir: Pa
     server = Server(python, start, "--backend", "vllm", "--model.enforce-eager", *options)
     try:
         check(server, whole)
+        picture(64, 64, 1).save(tmp_path / "seen.png")  # not resized, which vLLM does with another library
+        asyncio.run(see(server, whole, start, tmp_path / "seen.png"))
 
         peft = get_peft_model(whole, LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*(q|down)_proj"))
         for name, parameter in peft.named_parameters():
@@ -88,5 +136,6 @@ def test_updates_of_the_language_part_and_adapters_reach_vllm(tiny_model_dir: Pa
         updated = tf.AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
         updated.load_state_dict(changed, strict=False)
         check(server, updated)
+        asyncio.run(see(server, updated, start, tmp_path / "seen.png"))
     finally:
         assert server.stop() == 0, "".join(server.lines[-30:])

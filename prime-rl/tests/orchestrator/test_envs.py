@@ -11,6 +11,7 @@ from prime_rl.orchestrator.rollouts.rollout import ExampleRef, to_samples
 from prime_rl.orchestrator.rollouts.sampling import SamplingConfig, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.loading import load_environments
+from prime_rl.utils.images import ImageLimits
 from prime_rl.utils.logger import setup_logger
 
 pytestmark = pytest.mark.usefixtures("importable_environments")
@@ -114,11 +115,15 @@ async def test_an_image_that_the_environment_shows_later_is_refused_by_name(poli
 
 def test_an_image_in_a_prompt_is_refused_with_its_row() -> None:
     with pytest.raises(
-        EnvironmentFault, match="'letters-env': the prompt of row 1 has an image, and RL and evaluation read text alone"
+        EnvironmentFault, match="'letters-env': the prompt of row 1 has an image, and the model reads text alone"
     ):
-        load(args={"kind": "images"}).refuse_images()
-    load(args={"kind": "parts"}).refuse_images()
-    load().refuse_images()
+        load(args={"kind": "images"}).check_images()
+    load(args={"kind": "parts"}).check_images()
+    load().check_images()
+    seeing = load(args={"kind": "images"})
+    seeing.image_limits = ImageLimits()
+    with pytest.raises(EnvironmentFault, match="the prompt of row 1: the image's data URL: it is empty"):
+        seeing.check_images()
 
 
 async def test_a_group_whose_every_request_failed_is_a_failure_not_a_score(policy_server) -> None:

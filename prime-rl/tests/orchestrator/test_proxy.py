@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from PIL import Image
 
 from prime_rl.configs.orchestrator import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig
@@ -18,6 +22,7 @@ from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
+from prime_rl.utils.images import ImageLimits, ShownImages, image_parts, read_image
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -103,7 +108,39 @@ async def test_training_refuses_an_image_by_its_message(policy_server) -> None:
     async with agent_of(policy_server) as agent:
         status, answer = await agent.ask(shown)
     assert status == 400
-    assert answer["error"]["message"].startswith("messages: message 2 has an image: RL and evaluation read text alone")
+    assert answer["error"]["message"].startswith("messages: message 2 has an image: the model reads text alone")
+
+
+async def test_images_reach_the_engine_as_pixels_and_the_trainer_by_name_and_hash(
+    policy_server, tmp_path: Path
+) -> None:
+    turned, plain = tmp_path / "turned.jpg", tmp_path / "plain.png"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (4, 2), "red").save(turned, exif=exif)
+    Image.new("RGB", (4, 2), "blue").save(plain)
+    others: Any = ({"type": "image_url", "image_url": {"url": str(plain)}}, {"type": "image", "image": str(turned)})
+    text = {"type": "text", "text": "?"}
+    async with agent_of(policy_server) as agent:
+        agent.session.server.images = ShownImages(ImageLimits(max_images=2))
+        policy_server.reply = lambda messages, version: "ok"
+        first = await agent.turn([{"role": "user", "content": [others[0], text]}])
+        await agent.turn([*first, {"role": "user", "content": [others[1], text]}])
+        status, answer = await agent.ask([{"role": "user", "content": [*others, *others]}])
+        assert (status, "at most 2 are read" in answer["error"]["message"]) == (400, True)
+        missing = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "7.png")}]}]
+        status, answer = await agent.ask(missing)
+        assert (status, "7.png: no such file in" in answer["error"]["message"]) == (400, True)
+        calls = [call.tokens for call in agent.session.calls]
+    assert [[each.source for each in call.images] for call in calls] == [[str(plain)], [str(plain), str(turned)]]
+    seen = calls[1].images
+    assert [(each.height, each.width) for each in seen] == [(2, 4), (4, 2)], "upright"
+    assert [each.digest for each in seen] == [hashlib.sha256(file.read_bytes()).hexdigest() for file in (plain, turned)]
+    urls = [part.source for part in image_parts(policy_server.requests[-1]["messages"])]
+    assert base64.b64decode(urls[0].partition(",")[2]) == plain.read_bytes(), "as it is"
+    assert read_image(urls[1], tmp_path, ImageLimits()).size == (2, 4)
+    assert urls[1].startswith("data:image/png;base64,"), "as pixels"
+    assert "tokens" not in policy_server.requests[-1], "the engine writes the tokens of images"
 
 
 @pytest.mark.parametrize("changed", [{"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}])

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prime_rl.orchestrator.rollouts.rollout import to_samples
+from prime_rl.transport.messages import ImageReference
 
 
 def test_a_single_turn_is_one_sample_with_its_tokens_masks_and_temperature(turn, rollout) -> None:
@@ -22,6 +25,16 @@ def test_a_turn_that_continues_another_joins_it_and_leaves_the_environments_toke
     assert sample.completion_mask == [True, False, False, True, True]
     assert sample.inference_logprobs == [-1.0, 0.0, 0.0, -2.0, -2.0]
     assert len(sample.completion_temperatures) == 5
+
+
+def test_a_turn_after_another_image_of_the_same_size_joins_nothing(turn, rollout) -> None:
+    def shown(call, *names):
+        return replace(call, images=tuple(ImageReference(name, f"/{name}.png", 8, 8) for name in names))
+
+    first, second, other = turn([1, 2], [3]), turn([1, 2, 3, 4], [5]), turn([1, 2, 3, 4], [6])
+    samples = to_samples(rollout(shown(first, "a"), shown(second, "a", "b"), shown(other, "c")))
+    assert [sample.images for sample in samples] == [["a", "b"], ["c"]]
+    assert [sample.completion_ids for sample in samples] == [[3, 4, 5], [6]]
 
 
 def test_agents_that_take_turns_get_a_sample_each(turn, rollout) -> None:

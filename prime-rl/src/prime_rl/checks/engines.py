@@ -62,15 +62,22 @@ def has_vllm() -> bool:
     return vllm_installed() or vllm_python() is not None
 
 
+def engine_of(config: InferenceConfig, start: StartDir) -> Backend | None:
+    """The engine that serves a config; None if the node of the job decides."""
+    if not start.is_here and config.backend == "auto" and config.device != "cpu":
+        return None
+    return choose_backend(config, has_vllm, lambda: not start.is_here or gpus_here())[0]
+
+
 def engine_faults(config: InferenceConfig, start: StartDir, *, judges_model: bool = True) -> Iterator[str]:
     """One line for each reason why the server of a config would not start, as far as it shows without a model.
 
     Without `judges_model`, nothing is said of a model that the trainer has refused already.
     """
-    if not start.is_here and config.backend == "auto" and config.device != "cpu":
+    backend = engine_of(config, start)
+    if backend is None:
         yield from _vllm_option_faults(config, start)
-        return  # the node of the job decides
-    backend, _ = choose_backend(config, has_vllm, lambda: not start.is_here or gpus_here())
+        return
     if backend == "vllm":
         yield from _vllm_faults(config, start)
         return

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from prime_rl.configs.ranges import LARGEST, Count, Fraction, LearningRate, Processes
 from prime_rl.configs.shared import BaseModelConfig
-from prime_rl.utils.images import MOST_PIXELS
+from prime_rl.utils.images import MOST_PIXELS, ImageLimits
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
 DEFAULT_VOCAB_CHUNK = 8192
@@ -161,17 +161,21 @@ class LoRAConfig(BaseConfig):
 
 
 class VisionConfig(BaseConfig):
-    """Trains on the images of the data too, with the whole class of the checkpoint."""
+    """Trains on images too, with the whole class of the checkpoint."""
 
     tower_lr: LearningRate | None = None
     """Learning rate of the vision tower and of what joins it to the language model. The schedule scales it as it does
     `optim.lr`. None leaves them as they are."""
 
     max_images: Count = 32
-    """Largest number of images of a row of the data."""
+    """Largest number of images of a row of the data, or of a prompt."""
 
     max_pixels: int = Field(50_000_000, ge=1, le=MOST_PIXELS)
     """Largest number of pixels of an image as it is stored. The model's image processor makes it smaller."""
+
+    @property
+    def limits(self) -> ImageLimits:
+        return ImageLimits(max_pixels=self.max_pixels, max_images=self.max_images)
 
 
 class QuantizationConfig(BaseConfig):
@@ -281,8 +285,8 @@ class ModelConfig(BaseModelConfig):
     checkpoint. Only the language model is trained either way."""
 
     vision: VisionConfig | None = None
-    """SFT: train on the images of the data, with the vision tower of the checkpoint. None reads text alone, without
-    loading a tower."""
+    """SFT and RL: train on images, with the vision tower of the checkpoint. None reads text alone, without loading a
+    tower."""
 
     debug: DebugModelConfig = DebugModelConfig()
     """Switches for debugging."""

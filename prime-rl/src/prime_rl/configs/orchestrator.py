@@ -15,6 +15,7 @@ from prime_rl.configs.algorithms import (
     OverlongConfig,
 )
 from prime_rl.configs.distillation import MAX_TOP_K
+from prime_rl.configs.model import VisionConfig
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -58,6 +59,7 @@ from prime_rl.configs.shared import (
     WandbWithExtrasConfig,
 )
 from prime_rl.configs.surface.root import RootConfig
+from prime_rl.utils.images import ImageLimits
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, raise_faults
 
 # Which examples are rolled out.
@@ -239,6 +241,13 @@ class ModelConfig(BaseModelConfig):
 
     chat_template: str | None = None
     """Chat template of the servers, to check tools with: Jinja text, a path, or `chatml`. None is the model's."""
+
+    vision: VisionConfig | None = None
+    """Limits of the images that environments show the policy. `rl` takes the trainer's. None refuses images."""
+
+    @property
+    def image_limits(self) -> ImageLimits | None:
+        return None if self.vision is None else self.vision.limits
 
 
 class OptimizerConfig(BaseConfig):

@@ -50,8 +50,10 @@ from prime_rl.run.directory import free_name
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
 from prime_rl.run.process import ANYONE, TRAINER_VARIABLE, own_beats
+from prime_rl.storage.staging import StoredImages
 from prime_rl.utils.errors import RunError
 from prime_rl.utils.files import replacing_file
+from prime_rl.utils.images import ImageLimits, ShownImages
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 # Results of an evaluation: the file of finished rollouts, the table on the terminal, and the summary file.
@@ -586,7 +588,7 @@ async def _until_stopped(
     evaluation = Evaluation(
         config=config,
         sets=[EvalSet.from_config(each, environments[each.name or each.id]) for each in config.environments],
-        pool=inference_pool(config.client, config.model.name),
+        pool=inference_pool(config.client, config.model.name, images=ShownImages(ImageLimits(), StoredImages())),
         results=results,
         monitor=monitor,
         judges=judges,

@@ -6,6 +6,7 @@ import sys
 
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.orchestrator.errors import EnvironmentFault
+from prime_rl.utils.images import ImageLimits
 from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import parse_argv_or_exit
@@ -29,7 +30,8 @@ def main() -> None:
             environments = load_environments(config.environments, config.log, "env", "eval")
         for each in config.environments:
             environment = environments[each.name or each.id]
-            environment.refuse_images()
+            environment.image_limits = ImageLimits()
+            environment.check_images()
             EvalSet.from_config(each, environment)
             environment.prompt(0)
     except EnvironmentFault as fault:

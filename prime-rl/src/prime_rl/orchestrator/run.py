@@ -61,7 +61,9 @@ from prime_rl.run.attempts import checked_files, report_restored
 from prime_rl.run.ledger import Ledger, read_ledger
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
 from prime_rl.run.process import give_clearance, own_beats
+from prime_rl.storage.staging import StoredImages
 from prime_rl.transport import setup_batch_sender
+from prime_rl.utils.images import ShownImages
 from prime_rl.utils.logger import SUCCESS, get_logger
 
 COLLECTION_THRESHOLDS = 10_000, 10, 20
@@ -142,7 +144,9 @@ async def _run(
         closing.callback(ledger.close)
         sender = closing.enter_context(contextlib.closing(setup_batch_sender(config.rollout_transport, paths)))
         lora = config.model.lora
-        pool = inference_pool(config.client, config.model.name, lora.adapter_name if lora else None)
+        adapter, limits = lora.adapter_name if lora else None, config.model.image_limits
+        shown = None if limits is None else ShownImages(limits, StoredImages())
+        pool = inference_pool(config.client, config.model.name, adapter, images=shown)
         closing.push_async_callback(pool.close)
         environments.leave_this_process(config)
         run = RunPaths.from_orchestrator_dir(config.output_dir)
@@ -311,7 +315,7 @@ class Environments:
         """Load all environments and log their sizes. Call it in the main thread: verifiers installs signal handlers.
 
         Raises:
-            EnvironmentFault: an environment cannot be loaded, has no rows, or has images in its prompts.
+            EnvironmentFault: an environment cannot be loaded, has no rows, or has images that cannot be read.
         """
         train = load_environments(config.env, config.log)
         evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
@@ -322,7 +326,8 @@ class Environments:
                 for name, environment in environments.items()
             ]
             for environment in environments.values():
-                environment.refuse_images()
+                environment.image_limits = config.model.image_limits
+                environment.check_images()
                 environment.vocab_size = vocab_size
             if sizes:
                 get_logger().info(f"{purpose} environments: {', '.join(sizes)}")

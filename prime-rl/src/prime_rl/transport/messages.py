@@ -79,6 +79,18 @@ class RoutedExperts(msgspec.Struct, array_like=True):
         return cls(first.layers, first.top_k, first.width, b"".join(part.ids for part in given))
 
 
+class ImageReference(msgspec.Struct, array_like=True, frozen=True):
+    """An image that the policy saw. Pixels are read where they are needed."""
+
+    digest: str
+    """SHA-256 of the file's content, by which samples name it."""
+    source: str
+    """An absolute path, an `s3://` address, or a data URL."""
+    height: int
+    """Pixels, upright."""
+    width: int
+
+
 class TrainingSample(msgspec.Struct, array_like=True):
     """One token sequence to train on: N prompt tokens, then M completion tokens."""
 
@@ -108,6 +120,8 @@ class TrainingSample(msgspec.Struct, array_like=True):
     routed_experts: RoutedExperts | None = None
     """Of all N + M tokens. The last one was never routed, and has those of the token before. None if a server did not
     answer with them."""
+    images: list[str] | None = None
+    """Digests of its images, in the order of their tokens. None if it has none."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -119,6 +133,8 @@ class TrainingBatch(msgspec.Struct, array_like=True):
     """Set by the receiver."""
     early_end: str | None = None
     """Why the run ends here, without a batch of this step. `examples` is then empty."""
+    images: list[ImageReference] = []
+    """All images of the samples, each once."""
 
 
 class MicroBatch(msgspec.Struct, array_like=True):
@@ -144,3 +160,5 @@ class MicroBatch(msgspec.Struct, array_like=True):
     """At the row's trained tokens."""
     routed_experts: RoutedExperts | None = None
     """Of its T tokens."""
+    images: list[list[ImageReference]] | None = None
+    """The images of each sequence. None if no sequence has one."""

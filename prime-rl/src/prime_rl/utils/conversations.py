@@ -481,7 +481,7 @@ def tools_of(row: Row) -> list[dict[str, Any]]:
 ONLY_TEXT = "only parts of text can be trained on without [model.vision]"
 ONLY_IMAGES = "only parts of text and images can be trained on"
 _NO_CHAT = "write messages, in which each image has its place"
-NO_IMAGES = "RL and evaluation read text alone: use an environment of text"
+NO_IMAGES = "the model reads text alone: set [model.vision], or use an environment of text"
 
 
 def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:

@@ -19,11 +19,14 @@ What happens to pixels:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import hashlib
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +74,9 @@ class ImageFault(ValueError):
         super().__init__(one_line(message))  # it may quote the data
 
 
-def read_image(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None = None) -> Image:
+def read_image(
+    source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None = None, digest: str | None = None
+) -> Image:
     """The pixels of an image in RGB.
 
     Args:
@@ -80,11 +85,14 @@ def read_image(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | No
             images.
         folder: the folder of the data file.
         fetch: gets what lies on S3. Without it such names are refused.
+        digest: SHA-256 that the file's content must have; None: any.
 
     Raises:
         ImageFault: it cannot be read, is damaged, or is larger than `limits` allow.
     """
     name, content = _content(source, folder, limits, fetch)
+    if digest is not None and content_digest(content) != digest:
+        raise ImageFault(f"{name}: the file has another content")
     try:
         return decoded_image(content, limits)
     except ImageFault as fault:
@@ -201,6 +209,107 @@ def _scaled(image: Image) -> Image:
     return images.fromarray(grey)
 
 
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image of a conversation, and how a program gets it that knows neither our files nor our formats."""
+
+    digest: str
+    """SHA-256 of the file's content."""
+    url: str
+    """A data URL. Whoever decodes it has the pixels of `read_image`."""
+    height: int
+    width: int
+
+
+def shown_image(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None = None) -> ShownImage:
+    """Read an image for an inference server. The arguments, and what is raised, are those of `read_image`.
+
+    Files that every program decodes alike are passed on as they are. Of others (turned by EXIF, transparent, of more
+    than 8 bits, DICOM) a PNG is made of the pixels.
+    """
+    from PIL import Image
+
+    name, content = _content(source, folder, limits, fetch)
+    try:
+        image = decoded_image(content, limits)
+    except ImageFault as fault:
+        raise ImageFault(f"{name}: {fault}") from None
+    digest = content_digest(content)
+    if not content.startswith(b"DICM", 128):
+        with Image.open(io.BytesIO(content), formats=FORMATS) as stored:
+            is_plain = stored.mode in ("RGB", "L") and "transparency" not in stored.info
+            if stored.format in ("PNG", "JPEG") and is_plain and stored.getexif().get(_ORIENTATION, 1) == 1:
+                return ShownImage(digest, _data_url(stored.format, content), image.height, image.width)
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return ShownImage(digest, _data_url("PNG", file.getvalue()), image.height, image.width)
+
+
+def check_sources(messages: Any, limits: ImageLimits, *, decodes: bool) -> None:
+    """Check that the images of a conversation can be read: with `decodes`, by reading those that lie on this machine;
+    otherwise only that their files exist.
+
+    Raises:
+        ImageFault: one of them cannot, or there are too many.
+    """
+    parts = image_parts(messages)
+    if len(parts) > limits.max_images:
+        raise ImageFault(f"it has {len(parts)} images, more than model.vision.max_images = {limits.max_images}")
+    for part in parts:
+        source = part.source
+        if isinstance(source, str) and _scheme(source) == "s3":
+            continue
+        if decodes:
+            read_image(source, Path(), limits)
+        elif isinstance(source, str) and not _scheme(source) and not Path(source).is_file():
+            raise ImageFault(f"{_shown(source)}: no such file in {_shown(str(Path(source).absolute().parent))}")
+
+
+class ShownImages:
+    """Shows inference servers the images of conversations. The last ones are kept: the rollouts of a group begin with
+    the same."""
+
+    def __init__(self, limits: ImageLimits, fetch: Fetch | None = None, most_kept: int = 64) -> None:
+        self.limits = limits
+        self._fetch = fetch
+        self._most_kept = most_kept
+        self._read: OrderedDict[Any, asyncio.Task[ShownImage]] = OrderedDict()
+
+    async def of(self, messages: Any) -> list[ShownImage]:
+        """The images of a conversation, in order. Paths are relative to this process's folder.
+
+        Raises:
+            ImageFault: one of them cannot be used, or there are too many.
+        """
+        parts = image_parts(messages)
+        if len(parts) > self.limits.max_images:
+            raise ImageFault(f"the messages have {len(parts)} images, and at most {self.limits.max_images} are read")
+        try:
+            return [await self._one(part.source) for part in parts]
+        except ImageFault as fault:
+            raise ImageFault(f"an image of the messages cannot be shown: {fault}") from None
+
+    async def _one(self, source: Any) -> ShownImage:
+        if not isinstance(source, str):
+            return await asyncio.to_thread(shown_image, source, Path(), self.limits, self._fetch)
+        if source not in self._read or (self._read[source].done() and self._read[source].exception() is not None):
+            reading = asyncio.to_thread(shown_image, source, Path(), self.limits, self._fetch)
+            self._read[source] = asyncio.create_task(reading)
+        self._read.move_to_end(source)
+        task = self._read[source]
+        while len(self._read) > self._most_kept:
+            self._read.popitem(last=False)
+        return await asyncio.shield(task)
+
+
+def content_digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _data_url(kind: str, content: bytes) -> str:
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"
+
+
 def thumbnail(image: Image, side: int = 144) -> str:
     """A picture of at most `side` pixels a side, as a data URL of a few kilobytes. The image stays as it is."""
     from PIL import Image as images
@@ -208,7 +317,7 @@ def thumbnail(image: Image, side: int = 144) -> str:
     small = image.copy() if max(image.size) <= side else image.resize(_fitting(image.size, side), images.Resampling.BOX)
     file = io.BytesIO()
     small.save(file, "JPEG", quality=70)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return _data_url("JPEG", file.getvalue())
 
 
 def _fitting(size: tuple[int, int], side: int) -> tuple[int, int]:
@@ -316,6 +425,20 @@ def _content(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None
     if not source.strip():
         raise ImageFault("the image's path is empty")
     return _shown(source), _read(folder / source, _shown(source), limits)
+
+
+def with_urls(messages: Sequence[Any], urls: Sequence[str]) -> list[Any]:
+    """The same conversation with its images as OpenAI writes them, each with the URL of its place in `urls`."""
+    given = iter(urls)
+
+    def changed(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [
+            {"type": "image_url", "image_url": {"url": next(given)}} if is_image(part) else part for part in content
+        ]
+
+    return [{**each, "content": changed(each.get("content"))} if hasattr(each, "get") else each for each in messages]
 
 
 def located(source: Any, folder: Path) -> str | bytes:

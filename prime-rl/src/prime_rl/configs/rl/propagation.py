@@ -267,6 +267,10 @@ def _share_model(run: RunTables) -> None:
         if (alone := run.shared.model.language_model_only) is not None:
             for component in ("trainer", "inference"):
                 run.override(f"{component}.model.language_model_only", alone, "model.language_model_only")
+        if run.shared.model.vision is not None:
+            run.override("trainer.model.vision", explicit_values(run.shared.model.vision), "model.vision")
+    if (vision := run.get("trainer.model.vision")) is not None:
+        run.fill("orchestrator.model.vision", copy.deepcopy(vision), "trainer.model.vision")
     # The engine renders the prompts, the orchestrator checks its environments with the same template, and the trainer's
     # tokenizer is exported with the weights.
     keys = ["trainer.tokenizer.chat_template", "orchestrator.model.chat_template"]

@@ -12,7 +12,7 @@ from prime_rl.configs.algorithms import Algorithm
 from prime_rl.configs.critic import advantage_faults
 from prime_rl.configs.data import batch_fault
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import division_fault, product_of
+from prime_rl.configs.model import VisionConfig, division_fault, product_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.ranges import (
     Count,
@@ -87,6 +87,10 @@ class SharedModelConfig(BaseConfig):
     language_model_only: bool | None = None
     """Serve and export only the language model of a checkpoint with a vision tower. None leaves it to `trainer.model`
     and `inference.model`."""
+
+    vision: VisionConfig | None = None
+    """Train on images that environments show, with the vision tower of the checkpoint. None leaves it to
+    `trainer.model`."""
 
 
 class SharedWeightBroadcastConfig(BaseConfig):
@@ -373,6 +377,7 @@ def _model_faults(run: RunSections) -> Iterator[str]:
                 f"trainer.model.name ({name!r}) and {other}.model.name ({section.model.name!r}) differ: "
                 "set model.name once, at the top"
             )
+    yield from (f"[model.vision] {fault}" for fault in _vision_faults(run))
     ours, theirs = run.trainer.model.lora, run.orchestrator.model.lora
     if ours is None and theirs is not None:
         yield "orchestrator.model.lora is set and trainer.model.lora is not: set [trainer.model.lora]"
@@ -390,6 +395,22 @@ def _model_faults(run: RunSections) -> Iterator[str]:
                 f"trainer.model.lora.{key} ({getattr(ours, key)}) and orchestrator.model.lora.{key} "
                 f"({getattr(theirs, key)}) differ: leave the orchestrator's out"
             )
+
+
+def _vision_faults(run: RunSections) -> Iterator[str]:
+    trainer, inference = run.trainer, run.inference
+    if (trainer.model.vision is None) != (run.orchestrator.model.vision is None):
+        yield "is set for only one of trainer and orchestrator: set it once, at the top"
+    if trainer.model.vision is None:
+        return
+    if run.orchestrator.all_teachers or trainer.distillation is not None:
+        yield "with a teacher, which reads text alone: remove one"
+    if trainer.critic is not None:
+        yield "with [trainer.critic], which reads text alone: remove one"
+    if trainer.optim.type == "muon" and trainer.model.vision.tower_lr is not None:
+        yield "with tower_lr and trainer.optim.type = 'muon', which makes all updates equally large: remove tower_lr"
+    if inference is not None and inference.model.language_model_only:
+        yield "with inference.model.language_model_only, which serves no vision tower: remove one"
 
 
 def _single_node_faults(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Iterator[str]:

@@ -38,7 +38,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("sft.loss_impl", "use torch, which also holds few logits at a time", ("liger",)),
     *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),
     *_of_both_trainers("log.vf_level", "the trainer runs no environments", refused=False),
-    *(NotBuilt(f"{root}.model.vision", "only SFT trains on images") for root in ("trainer", "dpo", "rm")),
+    *(NotBuilt(f"{root}.model.vision", "only SFT and RL train on images") for root in ("dpo", "rm")),
     NotBuilt("trainer.log.log_data", "only SFT logs its data"),
     NotBuilt("trainer.ckpt.skip_progress", "RL resumes with everything that was saved"),
     NotBuilt("trainer.ckpt.skip_scheduler", "RL resumes with everything that was saved"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
 from prime_rl.utils.conversations import RowFault, has_image, is_chat, is_missing, listed, prompt_messages, tools_of
+from prime_rl.utils.images import image_parts, located, with_urls
 from prime_rl.utils.logger import count_of, get_logger
 
 Messages = list[dict[str, Any]]
@@ -151,6 +153,7 @@ def _problem(row: Row, number: int, config: RowsConfig, dataset: DatasetConfig, 
     of_row, tools = _system_and_tools(row) if of.is_of_sft else ("", ())
     system = of_row or dataset.system_prompt or config.system_prompt
     prompt, said = _prompt(question, row, dataset.template or config.template or of.template, system)
+    prompt = _with_absolute_images(prompt, dataset.path)
     chosen = dataset.rewards if dataset.rewards is not None else config.rewards
     answer = _answer(row, dataset, of, said, is_needed=chosen is None)
     rewards = tuple(chosen or ()) or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
@@ -206,7 +209,7 @@ def _prompt(question: Any, row: Row, template: str | None, system: str | None) -
     """The prompt, and the text of the answer with which the row's messages end."""
     said = None
     if isinstance(question, list):
-        # Messages with images are kept, so that a text model's training refuses them visibly.
+        # Messages with images are kept as they are: the engine reads their parts.
         messages = list(map(dict, question)) if has_image(question) else prompt_messages(question)
         if not messages:
             raise MissingColumn("has an empty list of messages as its prompt")
@@ -238,8 +241,21 @@ def _filled(template: str, row: Row, question: str) -> str:
         raise MissingColumn(f"has no column {error} for the template; it has {', '.join(map(str, row))}") from error
 
 
+def _with_absolute_images(prompt: Messages, path: str | None) -> Messages:
+    """A prompt whose images have absolute paths. In a file of rows, they are relative to its folder."""
+    sources = [part.source for part in image_parts(prompt)]
+    if (
+        not all(isinstance(source, str) for source in sources)
+        or path is None
+        or not (file := Path(path).expanduser()).exists()
+    ):
+        return prompt
+    folder = file if file.is_dir() else file.parent
+    return with_urls(prompt, [str(located(source, folder)) for source in sources])
+
+
 def _image_parts(value: Any) -> list[dict[str, Any]]:
-    """Images as parts of a message. They are kept, so that a text model's training refuses them visibly."""
+    """Images of a column as parts of a message."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     parts = []
     for each in values:
@@ -252,7 +268,10 @@ def _image_parts(value: Any) -> list[dict[str, Any]]:
             # Others are no images: the `image` of a task for agents is that of a container.
             parts.append({"type": "image_url", "image_url": {"url": path}})
         elif type(each).__module__.startswith("PIL."):  # `datasets` has decoded it
-            parts.append({"type": "image"})
+            file = io.BytesIO()
+            each.save(file, "PNG")
+            data = base64.b64encode(file.getvalue()).decode()
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
     return parts
 
 

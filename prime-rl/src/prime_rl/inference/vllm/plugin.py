@@ -428,6 +428,8 @@ class PrimeRoutes:
         try:
             yield
             self._update_count.advance()
+            # Features of images by the old tower.
+            await self._engine.reset_encoder_cache()
             await self._engine.update_weight_version(label_of(self._version, self._adapters.versions))
         finally:
             if self._is_asleep:

@@ -53,7 +53,10 @@ class Batch:
         return [sample for _, samples in self.samples for sample in samples if any(sample.completion_mask)]
 
     def message(self, step: int) -> TrainingBatch:
-        return TrainingBatch(examples=self.trained, step=step)
+        trained = self.trained
+        named = {digest for sample in trained for digest in sample.images or ()}
+        shown = {each.digest: each for rollout in self.rollouts for call in rollout.trace.calls for each in call.images}
+        return TrainingBatch(examples=trained, step=step, images=[shown[digest] for digest in sorted(named)])
 
 
 def build_batch(groups: list[Group]) -> Batch:

@@ -201,7 +201,8 @@ def main() -> None:
             train = load_environments(config.env, config.log)
             evals = load_environments(config.eval.env, config.log, EVAL_KEY, "eval") if config.eval else {}
         for environment in (*train.values(), *evals.values()):
-            environment.refuse_images()
+            environment.image_limits = config.model.image_limits
+            environment.check_images()
     except OrchestratorError as fault:
         sys.stderr.write(f"error: {fault}\n")
         raise SystemExit(1) from fault

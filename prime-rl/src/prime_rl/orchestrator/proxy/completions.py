@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,9 +20,10 @@ from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
 from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, routed_experts_of
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
+from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.conversations import NO_IMAGES, has_image
 from prime_rl.utils.http_server import entries_fault
-from prime_rl.utils.images import image_parts
+from prime_rl.utils.images import ImageFault, image_parts, located, with_urls
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -68,14 +70,36 @@ async def exchange(session: Session, sent: dict[str, Any], continues: bool = Tru
     Without `continues` it is sent as text in any case. The caller records the reply, whose id is one that no other
     reply has.
     """
+    sent, shown = await _with_images(session, sent)
     prompt_ids = await _continued(session, sent) if continues and session.calls else None
     path = "/chat/completions" if prompt_ids is None else "/chat/completions/tokens"
     answer = await session.server.channel.exchange(path, sent if prompt_ids is None else {**sent, "tokens": prompt_ids})
     reply = session.server.channel.completion_of(path, answer, prompt_ids)
     # Rewards need ids that are unique, whatever an engine does after a restart.
     reply.id = f"chatcmpl-{secrets.token_hex(12)}"
+    reply.shown_images = shown
     reply.rendering = msgspec.to_builtins(rendering(sent), enc_hook=_plain)
     return answer, reply
+
+
+async def _with_images(session: Session, sent: dict[str, Any]) -> tuple[dict[str, Any], tuple[ImageReference, ...]]:
+    """A request with its images as data URLs, which servers read, and where the trainer finds them.
+
+    Raises:
+        Refused: an image cannot be used, or there are too many.
+    """
+    images = session.server.images
+    if images is None or not (parts := image_parts(sent["messages"])):
+        return sent, ()
+    try:
+        shown = await images.of(sent["messages"])
+    except ImageFault as fault:
+        raise Refused(400, str(fault)) from fault
+    references = (
+        ImageReference(each.digest, str(located(part.source, Path())), each.height, each.width)
+        for each, part in zip(shown, parts, strict=True)
+    )
+    return {**sent, "messages": with_urls(sent["messages"], [each.url for each in shown])}, tuple(references)
 
 
 def _plain(value: Any) -> Any:
@@ -91,7 +115,7 @@ def rendering(sent: Mapping[str, Any]) -> dict[str, Any]:
 
 async def _continued(session: Session, sent: Mapping[str, Any]) -> list[int] | None:
     if has_image(sent["messages"]):
-        return None  # `/tokenize` does not expand an image to its tokens
+        return None  # `/tokenize` does not expand an image to its tokens: the server renders the whole conversation
     shown = rendering(sent)
 
     async def tokenize(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
@@ -142,11 +166,11 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_untrainable(asked: Mapping[str, Any], session: Session) -> None:
-    """Refuse images, which the trainer does not see, and what lets only some tokens be sampled: it computes
+    """Refuse images, unless the trainer sees them too, and what lets only some tokens be sampled: it computes
     log-probabilities over all of them."""
     if not session.sampling.get("return_token_ids"):
         return  # an evaluation
-    if images := image_parts(asked["messages"]):
+    if session.server.images is None and (images := image_parts(asked["messages"])):
         raise Refused(400, f"messages: message {images[0].message} has an image: {NO_IMAGES}")
     if asked.get("response_format", {"type": "text"}) != {"type": "text"}:
         raise Refused(

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.rollouts.trace import ModelCall
 from prime_rl.orchestrator.servers.channel import ChatChannel
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.inside.model_client import session_name
+from prime_rl.utils.images import ShownImages
 
 MAX_CALLS = 1000
 """Model calls of one session. An agent that needs more is in a loop."""
@@ -36,6 +37,10 @@ class Upstream(Protocol):
     @property
     def base_model(self) -> str:
         """The model whose chat template renders conversations."""
+
+    @property
+    def images(self) -> ShownImages | None:
+        """Shows it images. None: they reach it as they are, and no training."""
 
 
 @dataclass(slots=True)

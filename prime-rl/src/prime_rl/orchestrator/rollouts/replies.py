@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.transport.messages import RoutedExperts
+from prime_rl.transport.messages import ImageReference, RoutedExperts
 from prime_rl.utils.terminal import cut_inside
 
 
@@ -73,6 +73,8 @@ class ChatReply(msgspec.Struct):
     """Unix time at which the reply had arrived. Set by the receiver."""
     rendering: dict[str, Any] | None = None
     """What the prompt was rendered with besides its messages, such as `tools`. Set by the receiver."""
+    shown_images: tuple[ImageReference, ...] = ()
+    """The images of the prompt, in order. Set by the receiver."""
 
 
 class TokenizeReply(msgspec.Struct):

@@ -355,7 +355,8 @@ def to_lines(rollout: Rollout) -> list[Line]:
         prompt = call.prompt_ids
         tokens = prompt + call.completion_ids
         for index, (prefix, line) in enumerate(() if rollout.separate_calls else lines):
-            if prompt[: len(prefix)] == prefix:
+            last = rollout.trace.calls[line.calls[-1][0]]
+            if prompt[: len(prefix)] == prefix and call.shows_what(last.images):
                 _append(line.sample, call, prompt[len(prefix) :])
                 lines[index] = (tokens, line)
                 break
@@ -363,6 +364,7 @@ def to_lines(rollout: Rollout) -> list[Line]:
             line = Line(_open(call), rollout, opens=not lines)
             lines.append((tokens, line))
         sample = line.sample
+        sample.images = [each.digest for each in call.images] or None
         line.calls.append((number, len(sample.completion_ids) - len(call.completion_ids)))
         if rollout.call_advantages is not None:
             known = sample.completion_advantages or []

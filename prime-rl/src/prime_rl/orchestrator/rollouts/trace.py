@@ -7,7 +7,7 @@ A trace does not depend on who makes the calls. The chat client of an environmen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan, read_routed_experts
-from prime_rl.transport.messages import RoutedExperts
+from prime_rl.transport.messages import ImageReference, RoutedExperts
 
 
 class CallDetails(msgspec.Struct, frozen=True):
@@ -103,6 +103,8 @@ class ModelCall:
     routed_experts: RoutedExperts | None = field(default=None, repr=False)
     """Of its tokens but the last, without those that the call before it has (`routes`). None if the server did not
     answer with them."""
+    images: tuple[ImageReference, ...] = ()
+    """The images of its prompt, in the order of their tokens. Those of equal size have equal tokens."""
 
     def __post_init__(self) -> None:
         """
@@ -134,6 +136,7 @@ class ModelCall:
             routed_experts=routed_experts_of(
                 choice.routed_experts, len(reply.prompt_token_ids) + len(choice.token_ids)
             ),
+            images=reply.shown_images,
         )
 
     @property
@@ -163,6 +166,10 @@ class ModelCall:
     def total_tokens(self) -> int:
         return len(self.prompt) + len(self.completion_ids)
 
+    def shows_what(self, images: Sequence[ImageReference]) -> bool:
+        """Whether its prompt begins with these images."""
+        return self.images[: len(images)] == tuple(images)
+
     def sharing(self, earlier: Iterable[ModelCall]) -> ModelCall:
         """This call, without a copy of the tokens of the first of `earlier` that its prompt begins with."""
         ids = self.prompt_ids
@@ -171,7 +178,7 @@ class ModelCall:
             # The last token is compared first: calls of other conversations rarely have it there.
             if not call.completion_ids or count > len(ids) or ids[count - 1] != call.completion_ids[-1]:
                 continue
-            if ids[:count] == call.prompt_ids + call.completion_ids:
+            if ids[:count] == call.prompt_ids + call.completion_ids and self.shows_what(call.images):
                 routes = None if self.routes is None else self.routes.tokens(count - 1)
                 prompt = Prompt(ids[count:], self.prompt.mask, call, count)
                 return replace(self, prompt=prompt, routed_experts=routes)

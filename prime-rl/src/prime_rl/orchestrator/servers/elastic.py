@@ -16,6 +16,7 @@ from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.run.paths import step_of
 from prime_rl.run.process import own_beats
+from prime_rl.utils.images import ShownImages
 from prime_rl.utils.logger import count_of, get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -31,9 +32,15 @@ class ElasticPool(InferencePool):
     """
 
     def __init__(
-        self, config: ClientConfig, elastic: ElasticConfig, model: str, adapter: str | None, resolver: Resolver
+        self,
+        config: ClientConfig,
+        elastic: ElasticConfig,
+        model: str,
+        adapter: str | None,
+        resolver: Resolver,
+        images: ShownImages | None = None,
     ) -> None:
-        super().__init__(config, model, adapter)
+        super().__init__(config, model, adapter, images)
         self.elastic = elastic
         self.longest_pause_s = elastic.sync_interval
         self.joined = self.left = 0
@@ -149,7 +156,7 @@ class ElasticPool(InferencePool):
         for server in gone:
             self._leave(server)
         for url in sorted(wanted - {server.base_url for server in self.servers}):
-            self.servers.append(InferenceServer(url, self.config, self.model, self.adapter))
+            self.servers.append(InferenceServer(url, self.config, self.model, self.adapter, self.images))
         return gone
 
     def _leave(self, server: InferenceServer) -> None:
@@ -220,9 +227,13 @@ async def _load_if_possible(server: InferenceServer, weights: Path | None) -> No
 
 
 def inference_pool(
-    config: ClientConfig, model: str, adapter: str | None = None, resolver: Resolver | None = None
+    config: ClientConfig,
+    model: str,
+    adapter: str | None = None,
+    resolver: Resolver | None = None,
+    images: ShownImages | None = None,
 ) -> InferencePool:
     """The servers of `client.base_url` or, with `client.elastic`, those that its name resolves to."""
     if config.elastic is None:
-        return InferencePool(config, model, adapter)
-    return ElasticPool(config, config.elastic, model, adapter, resolver or SystemResolver())
+        return InferencePool(config, model, adapter, images)
+    return ElasticPool(config, config.elastic, model, adapter, resolver or SystemResolver(), images)

@@ -15,6 +15,7 @@ from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.servers.channel import ServerAnswered
 from prime_rl.orchestrator.servers.server import InferenceServer, unless
 from prime_rl.run.process import own_beats, server_name
+from prime_rl.utils.images import ShownImages
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.waiting import Wait
 
@@ -31,13 +32,17 @@ class InferencePool:
     rejoins when it is healthy and holds the same weights as the others.
     """
 
-    def __init__(self, config: ClientConfig, model: str, adapter: str | None = None) -> None:
-        """`adapter` names the trained LoRA adapter on the servers. None: all weights of `model` are trained."""
+    def __init__(
+        self, config: ClientConfig, model: str, adapter: str | None = None, images: ShownImages | None = None
+    ) -> None:
+        """`adapter` names the trained LoRA adapter on the servers. None: all weights of `model` are trained. `images`
+        shows them images."""
         self.config = config
         self.model = model
         self.adapter = adapter
+        self.images = images
         urls = [] if config.is_elastic else config.base_url
-        self.servers = [InferenceServer(url, config, model, adapter) for url in urls]
+        self.servers = [InferenceServer(url, config, model, adapter, images) for url in urls]
         self.serving = list(self.servers)
         self.available = asyncio.Event()
         """Set while a server is in `serving`."""

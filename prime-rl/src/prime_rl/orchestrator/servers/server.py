@@ -17,6 +17,7 @@ from prime_rl.orchestrator.rollouts.replies import check_reply, error_message
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.discovery import ServerNames
 from prime_rl.utils.engine_keys import client_key
+from prime_rl.utils.images import ShownImages
 from prime_rl.utils.logger import get_logger
 
 T = TypeVar("T")
@@ -52,7 +53,14 @@ async def unless(lost: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
 class InferenceServer:
     """One inference server."""
 
-    def __init__(self, base_url: str, config: ClientConfig, model: str, adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        config: ClientConfig,
+        model: str,
+        adapter: str | None = None,
+        images: ShownImages | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.root_url = self.base_url.removesuffix("/v1")
         self.base_model = model
@@ -60,6 +68,8 @@ class InferenceServer:
         """Name of the LoRA adapter that updates load; None if updates replace the model's weights."""
         self.model = model
         """Model name that new rollouts request: the base model, or the adapter once its first version is loaded."""
+        self.images = images
+        """Shows it images. None: they reach it as they are, and no training."""
         self.groups_in_flight = 0
         """Load of the server, as counted by its users."""
         self.lost = asyncio.Event()

@@ -17,6 +17,7 @@ from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.blocked import BlockedLoops, Report
 from prime_rl.orchestrator.workers.failures import Failures, refuse_failed
 from prime_rl.utils.conversations import NO_IMAGES, first_row_with_image, has_image
+from prime_rl.utils.images import ImageFault, ImageLimits, check_sources
 
 PROMPT_ID_LENGTH = 16
 """Hexadecimal digits of a prompt's hash."""
@@ -133,6 +134,8 @@ class Environment:
         """Longest time of a group, as in the config."""
         self.vocab_size: int | None = None
         """That of the trained model, if it is known: no rollout may have other tokens."""
+        self.image_limits: ImageLimits | None = None
+        """Of the images that the policy sees; None if it reads text alone."""
         self.failures = Failures(name, max_failed_groups)
         self._split: Split = split
         self._described = worker.describe(split)
@@ -165,7 +168,7 @@ class Environment:
     def held_out(self) -> Environment:
         """The same environment with its evaluation rows."""
         other = Environment(self.name, self.worker, "eval", self.failures.max_share)
-        other.timeout_s = self.timeout_s
+        other.timeout_s, other.image_limits = self.timeout_s, self.image_limits
         return other
 
     def content(self, row: int) -> dict[str, Any]:
@@ -191,10 +194,21 @@ class Environment:
         plain = (tool if isinstance(tool, Mapping) else tool.model_dump(exclude_none=True) for tool in tools)
         return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in plain]
 
-    def refuse_images(self) -> None:
-        """Raises EnvironmentFault if the prompt of a row has an image."""
-        if (row := first_row_with_image(self._rows, self.prompt)) is not None:
-            raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row} has an image, and {NO_IMAGES}")
+    def check_images(self) -> None:
+        """Raises EnvironmentFault if the prompt of a row has an image that cannot be shown: the policy reads text
+        alone, or its file is missing. The images of the first such row are decoded."""
+        first = first_row_with_image(self._rows, self.prompt)
+        if first is not None and self.image_limits is None:
+            raise EnvironmentFault(
+                f"environment {self.name!r}: the prompt of row {first} has an image, and {NO_IMAGES}"
+            )
+        if first is None or self.image_limits is None:
+            return
+        for row in range(first, len(self._rows)):
+            try:
+                check_sources(self.prompt(row), self.image_limits, decodes=row == first)
+            except ImageFault as fault:
+                raise EnvironmentFault(f"environment {self.name!r}: the prompt of row {row}: {fault}") from fault
 
     def fingerprint(self, row: int, keys: Sequence[str]) -> str:
         """Hash of a row's content, which identifies the row even if its index changes."""
@@ -230,11 +244,14 @@ class Environment:
         Raises:
             GroupFailed: a reward function failed, the environment's code ended a rollout, it took longer than
                 `timeout_s`, or nothing that came back can be trained on.
-            EnvironmentFault: the environment showed the model an image, or too many of its groups failed.
+            EnvironmentFault: the environment showed an image to a policy that reads text, or too many of its groups
+                failed.
         """
         with self.failures.group(server.lost):
             rollouts = await self._roll_out(example, size, server, sampling_args, version, 0)
-            if any(has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts):
+            if self.image_limits is None and any(
+                has_image(rollout.prompt) or has_image(rollout.completion) for rollout in rollouts
+            ):
                 raise EnvironmentFault(f"environment {self.name!r} shows the model images, and {NO_IMAGES}")
             refuse_failed(rollouts)
             check_trainable(rollouts)

@@ -32,7 +32,9 @@ from prime_rl.orchestrator.workers.port import PortClient
 from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec, pool_of
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
-from prime_rl.transport.messages import RoutedExperts
+from prime_rl.storage.staging import StoredImages
+from prime_rl.transport.messages import ImageReference, RoutedExperts
+from prime_rl.utils.images import ImageLimits, ShownImages
 
 
 class Connection(Protocol):
@@ -84,7 +86,10 @@ class RemoteWorker:
         # A process that this run has started reports its model calls itself.
         is_ours = isinstance(process, RestartingProcess)
         calling = contextlib.nullcontext() if is_ours else own_beats().calling(server_name(server.base_url))
-        engine = Engine(server.base_url, server.headers, server.timeout_s, server.base_model, server.takes_tokens)
+        limits = None if server.images is None else server.images.limits
+        engine = Engine(
+            server.base_url, server.headers, server.timeout_s, server.base_model, server.takes_tokens, limits
+        )
         try:
             async with in_time(group.timeout_s, group.example.env, group.example.row):
                 with calling:
@@ -120,12 +125,15 @@ class Engine:
     timeout_s: float
     base_model: str
     takes_tokens: bool
+    image_limits: ImageLimits | None = None
+    """Of images that it is shown; None: of none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Upstream:
     channel: ChatChannel
     base_model: str
+    images: ShownImages | None
 
 
 class Service:
@@ -134,7 +142,7 @@ class Service:
     def __init__(self, served: Served) -> None:
         self.served = served
         self._worker = VerifiersWorker(served)
-        self._channels: dict[str, ChatChannel] = {}
+        self._servers: dict[str, _Upstream] = {}
 
     async def run_group(
         self,
@@ -146,13 +154,13 @@ class Service:
         max_retries: int,
     ) -> list[dict[str, Any]]:
         """The rollouts of a row, each with the model calls that its session recorded."""
-        asked = Engine(**engine)
-        key = repr((asked.base_url, asked.headers, asked.timeout_s))
-        if key not in self._channels:
-            self._channels[key] = ChatChannel(asked.base_url, asked.headers, asked.timeout_s, MAX_RETRIES)
-        server = _Upstream(self._channels[key], asked.base_model)
+        asked = msgspec.convert(engine, Engine)
+        if (key := repr(engine)) not in self._servers:
+            channel = ChatChannel(asked.base_url, asked.headers, asked.timeout_s, MAX_RETRIES)
+            images = None if asked.image_limits is None else ShownImages(asked.image_limits, StoredImages())
+            self._servers[key] = _Upstream(channel, asked.base_model, images)
         outputs, sessions = await self._worker.run(
-            row, size, server, model, asked.takes_tokens, sampling_args, max_retries
+            row, size, self._servers[key], model, asked.takes_tokens, sampling_args, max_retries
         )
         return [{**output, "calls": packed(sessions[output["session"]].recorded)} for output in outputs]
 
@@ -164,8 +172,8 @@ class Service:
 
     async def close(self) -> None:
         """Tear down the environment, and close the connections to the engines."""
-        for channel in self._channels.values():
-            await channel.close()
+        for server in self._servers.values():
+            await server.channel.close()
         await self.served.env._teardown()
 
 
@@ -182,6 +190,7 @@ def packed(recorded: Recorded) -> list[dict[str, Any]]:
             "logprobs": call.inference_logprobs,
             "details": call.details.to_builtins(),
             "routed_experts": msgspec.to_builtins(call.routed_experts),
+            "images": msgspec.to_builtins(call.images),
         }
         for name, call in recorded
     ]
@@ -195,6 +204,7 @@ class _Call(msgspec.Struct):
     details: CallDetails
     earlier: int | None = None
     routed_experts: RoutedExperts | None = None
+    images: tuple[ImageReference, ...] = ()
 
 
 def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
@@ -207,7 +217,7 @@ def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
             earlier = trace.calls[each.earlier]
             prompt = Prompt(each.prompt, None, earlier, earlier.total_tokens)
         mask = [True] * len(each.completion)
-        call = ModelCall(prompt, each.completion, each.logprobs, mask, each.details, each.routed_experts)
+        call = ModelCall(prompt, each.completion, each.logprobs, mask, each.details, each.routed_experts, each.images)
         trace.calls.append(call)
         recorded.append((each.id, call))
     return recorded

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from prime_rl.run.contact_sheet import SmallPicture
 from prime_rl.storage.staging import StoredImages
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
 from prime_rl.transport.images import ImageReader, Span, image_reader, rope_positions
+from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.images import Fetch, ImageFault, ImageLimits, located, read_image, thumbnail
 
@@ -38,6 +38,8 @@ class SampleImage:
     """An absolute path, a data URL, or the bytes of a file."""
     tokens: int
     """Number of tokens that its features replace."""
+    digest: str | None = None
+    """SHA-256 of the file that the policy has seen; None: no policy has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,37 +105,52 @@ class Images:
             raise BadRow(f"a text holds {self.reader.family.token}, the token that stands for images: remove it")
         return replace(sample, is_trained=sample.is_trained & ~is_image, images=images)
 
-    def of_row(self, samples: Iterable[TokenizedSample], row_tokens: int) -> RowImages | None:
-        """The images of a packed row that holds `samples`, cut or padded to `row_tokens`; None if it has none.
+    def of_row(
+        self, sequences: Iterable[tuple[np.ndarray, Sequence[SampleImage]]], row_tokens: int
+    ) -> RowImages | None:
+        """The images of a packed row, which is cut or padded to `row_tokens`; None if it has none.
+
+        `sequences`: which tokens of each stand for images, and its images. One that is there several times, as in the
+        rollouts of a group, is computed once: what they begin with alike is then also shared.
 
         Raises:
             DataError: an image has changed since its row was tokenized.
         """
-        images: list[SampleImage] = []
-        of_samples: list[tuple[np.ndarray, int]] = []
+        begins: dict[SampleImage, int] = {}
+        of_sequences: list[tuple[np.ndarray, list[SampleImage]]] = []
         room, features, feature_of_token = row_tokens, 0, []
-        for sample in samples:
-            is_image = sample.token_ids[:-1][:room] == self.reader.token_id
-            room -= len(is_image)
-            feature_of_token.append(np.where(is_image, features + np.cumsum(is_image), 0))
+        for is_image_T, images in sequences:
+            is_image_T = is_image_T[:room]
+            room -= len(is_image_T)
             # What is cut off needs no features. Of an image that is cut in two, the rest is computed in vain.
-            needed, kept = int(is_image.sum()), 0
-            for each in sample.images:
-                if needed > 0:
-                    images.append(each)
-                    needed -= each.tokens
+            needed, kept, numbers = int(is_image_T.sum()), list[SampleImage](), list[np.ndarray]()
+            for each in images:
+                if sum(map(len, numbers)) >= needed:
+                    break
+                if each not in begins:
+                    begins[each] = features
                     features += each.tokens
-                    kept += 1
-            of_samples.append((is_image, kept))
-        if not images:
+                kept.append(each)
+                numbers.append(begins[each] + 1 + np.arange(each.tokens))
+            feature_of_token.append(np.zeros(len(is_image_T), dtype=np.int64))
+            if kept:
+                feature_of_token[-1][is_image_T] = np.concatenate(numbers)[:needed]
+            of_sequences.append((is_image_T, kept))
+        if not begins:
             return None
-        inputs = self.reader.inputs([self._again(each) for each in images])
+        inputs = self.reader.inputs([self._again(each) for each in begins])
         rope = None
         if self.reader.family.has_rope_positions:
-            grids = iter(self.reader.grids(inputs))
-            parts = [rope_positions(is_image, list(islice(grids, kept))) for is_image, kept in of_samples]
+            grids = dict(zip(begins, self.reader.grids(inputs), strict=True))
+            parts = [rope_positions(is_image_T, [grids[each] for each in kept]) for is_image_T, kept in of_sequences]
             rope = np.concatenate([*parts, np.zeros((3, room), dtype=np.int64)], axis=1)
         return RowImages(inputs, features, np.concatenate([*feature_of_token, np.zeros(room, dtype=np.int64)]), rope)
+
+    def of_rollout(self, image: ImageReference) -> SampleImage:
+        """An image that the policy has seen, by what the orchestrator says of it."""
+        size = image.height, image.width
+        _, features = self.reader.family.expand(self.reader.processor, self.reader.config, size)
+        return SampleImage(image.source, features, image.digest)
 
     def small_pictures(self, images: Sequence[SampleImage]) -> list[SmallPicture]:
         """The images of samples, for a contact sheet."""
@@ -146,7 +163,7 @@ class Images:
     def _again(self, image: SampleImage) -> Image:
         """The pixels of an image that has been read before."""
         try:
-            pixels = read_image(image.source, Path(), self.limits, self.fetch)
+            pixels = read_image(image.source, Path(), self.limits, self.fetch, image.digest)
         except ImageFault as fault:
             raise DataError(f"an image has changed since its row was read: {fault}") from fault
         if self.reader.written(pixels)[1] != image.tokens:
@@ -175,5 +192,4 @@ def setup_images(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Ima
         raise ModelError(f"model.name = {config.name}: {fault}") from fault
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(load_error("model.name", config.name, error)) from error
-    limits = ImageLimits(max_pixels=config.vision.max_pixels, max_images=config.vision.max_images)
-    return Images(reader, limits)
+    return Images(reader, config.vision.limits)

@@ -300,7 +300,7 @@ def _arranged(
     # Tokens that were routed to other experts have other hidden states, and share no node.
     told_apart_1T = input_ids_1T if routes_TLk is None else input_ids_1T + _hashed(routes_TLk)
     if images is not None:
-        # No two image tokens of a row are alike.
+        # Tokens of an image are alike if they stand for the same feature.
         numbers_T = to_device(torch.from_numpy(images.feature_of_token_T), device)
         told_apart_1T = torch.where(numbers_T > 0, -numbers_T, told_apart_1T)
     layout = _cheapest_layout(model, told_apart_1T, positions, uses_last)

@@ -3,7 +3,7 @@ random tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
@@ -15,9 +15,11 @@ from transformers import PretrainedConfig
 from prime_rl.configs.model import cpu_row_tokens
 from prime_rl.configs.trainer import FakeDataLoaderConfig, TrainerConfig
 from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.model.images import Images
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.process.world import Process
+from prime_rl.trainer.rl.rows import is_image_token
 from prime_rl.transport import (
     BatchReceiver,
     MicroBatchReceiver,
@@ -27,7 +29,15 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
-from prime_rl.transport.messages import MicroBatch, RoutedExperts, TeacherTop, TrainingBatch, TrainingSample
+from prime_rl.transport.messages import (
+    ImageReference,
+    MicroBatch,
+    RoutedExperts,
+    TeacherTop,
+    TrainingBatch,
+    TrainingSample,
+)
+from prime_rl.utils.logger import count_of
 
 
 def pack_batch(
@@ -54,7 +64,8 @@ def pack_batch(
         fault = find_fault(sample, vocab_size)
         if fault is not None:
             raise TrainerError(f"sample {index} of the training batch of step {batch.step}: {fault}")
-    samples = [row_from_sample(sample, seq_len) for sample in batch.examples]
+    images = {each.digest: each for each in batch.images}
+    samples = [row_from_sample(sample, seq_len, images) for sample in batch.examples]
     # Assigned in order of length, so that minibatches have about the same number of tokens.
     by_length = sorted(samples, key=lambda row: -len(row.input_ids)) if minibatches > 1 else samples
     split = [by_length[index::minibatches] for index in range(min(minibatches, len(samples)))]
@@ -102,12 +113,45 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
     if sample.routed_experts is not None and len(sample.routed_experts) != prompt + completion:
         return f"routed_experts has {len(sample.routed_experts)} entries for {prompt + completion} tokens"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
-        return "it has images, and RL trains on text alone"
+        return "it has pixel_values, and the trainer reads images by itself: name them in `images`"
     return None
 
 
-def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
-    """Convert a valid sample to a micro-batch of one sequence, truncated to `seq_len` tokens."""
+def check_images(batch: TrainingBatch, images: Images | None) -> None:
+    """Check that the trainer sees of each image what the policy has seen. `images` reads them.
+
+    Raises:
+        TrainerError: it does not.
+    """
+    known = {each.digest: each for each in batch.images}
+    for index, sample in enumerate(batch.examples):
+        named = sample.images or []
+        if fault := _images_fault(sample, [known.get(digest) for digest in named], images):
+            raise TrainerError(f"sample {index} of the training batch of step {batch.step}: {fault}")
+
+
+def _images_fault(sample: TrainingSample, named: Sequence[ImageReference | None], images: Images | None) -> str | None:
+    given = [each for each in named if each is not None]
+    if len(given) < len(named):
+        return "it names an image that the batch does not have"
+    if images is None:
+        return "it has images, and the trainer reads none: set [model.vision]" if given else None
+    ids = sample.prompt_ids + sample.completion_ids
+    of_engine = is_image_token(ids, [0.0] * len(sample.prompt_ids) + sample.inference_logprobs, images)
+    written, features = int(of_engine.sum()), sum(images.of_rollout(each).tokens for each in given)
+    if written == features:
+        return None
+    return (
+        f"the engine wrote {written} tokens for {count_of('image', len(given))}, and the trainer's image processor "
+        f"makes {features} features: both must read the same preprocessor_config.json"
+    )
+
+
+def row_from_sample(
+    sample: TrainingSample, seq_len: int, images: Mapping[str, ImageReference] | None = None
+) -> MicroBatch:
+    """Convert a valid sample to a micro-batch of one sequence, truncated to `seq_len` tokens. `images`: those of the
+    batch, by their digests."""
     assert sample.advantage is not None
     prompt, completion = len(sample.prompt_ids), len(sample.completion_ids)
     length = prompt + completion
@@ -126,6 +170,7 @@ def row_from_sample(sample: TrainingSample, seq_len: int) -> MicroBatch:
         kept_as=None if sample.kept_as is None else [sample.kept_as],
         teacher_top=sample.teacher_top,
         routed_experts=sample.routed_experts,
+        images=[[images[digest] for digest in sample.images]] if sample.images and images else None,
     )
     return row if length <= seq_len else _cut(row, seq_len)
 
@@ -209,6 +254,7 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         kept_as=_join_kept(rows),
         teacher_top=_join_tops([row.teacher_top for row in rows]),
         routed_experts=RoutedExperts.joined([row.routed_experts for row in rows]),
+        images=_join_images(rows),
     )
 
 
@@ -229,6 +275,12 @@ def _join_kept(rows: Sequence[MicroBatch]) -> list[list[int] | None] | None:
     if all(row.kept_as is None for row in rows):
         return None
     return [each for row in rows for each in row.kept_as or [None] * row.position_ids.count(0)]
+
+
+def _join_images(rows: Sequence[MicroBatch]) -> list[list[ImageReference]] | None:
+    if all(row.images is None for row in rows):
+        return None
+    return [each for row in rows for each in row.images or [[] for _ in range(row.position_ids.count(0))]]
 
 
 def _cut(row: MicroBatch, length: int) -> MicroBatch:
@@ -264,9 +316,16 @@ class PackedBatches:
     """Packs the orchestrator's batches on the main process and sends each data rank its rows."""
 
     def __init__(
-        self, config: TrainerConfig, paths: RunPaths, mesh: Mesh, limit: int, vocab_size: int | None = None
+        self,
+        config: TrainerConfig,
+        paths: RunPaths,
+        mesh: Mesh,
+        limit: int,
+        vocab_size: int | None = None,
+        images: Images | None = None,
     ) -> None:
-        """`limit` is the row capacity in tokens, `vocab_size` that of the model, if it is known."""
+        """`limit` is the row capacity in tokens, `vocab_size` that of the model, if it is known. `images` reads the
+        images of samples; None if they have none."""
         seq_len, process, data_axis = config.model.seq_len, mesh.process, mesh.data_axis
         # Keep groups together only on a CPU: the GPU kernels for packed rows do not share prefixes, so there it is
         # better to fill the rows.
@@ -274,6 +333,7 @@ class PackedBatches:
         self._pack: Callable[[TrainingBatch], list[list[MicroBatch]]] = lambda batch: pack_batch(
             batch, seq_len, limit, data_axis.data_size, config.minibatches, group_tokens, vocab_size
         )
+        self._images = images
         self._own_rows: list[MicroBatch] = []
         self.early_end: str | None = None
         self._readers = readers_by_data_rank(process, data_axis)
@@ -296,6 +356,7 @@ class PackedBatches:
         if batch.early_end is not None:
             self.early_end = batch.early_end
             return True
+        check_images(batch, self._images)
         rows_of_ranks = self._pack(batch)
         self._own_rows = rows_of_ranks[0]
         if self._readers:

@@ -8,8 +8,9 @@ micro-batch is computed on the host, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Self
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.distillation import TopTokens, divergences
+from prime_rl.trainer.model.images import Images, RowImages
 from prime_rl.trainer.model.scoring import (
     AUTO_VOCAB_CHUNK,
     LogitsOf,
@@ -27,6 +29,7 @@ from prime_rl.trainer.model.scoring import (
     replaying,
     score_tokens,
     scoring_of,
+    seeing,
 )
 from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.transport.messages import MicroBatch, RoutedExperts, TeacherTop
@@ -211,10 +214,14 @@ class Row:
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
     routed_experts: Tensor | None = None
     """The experts [T, layers, k] that the engine chose, for `trainer.enable_router_replay`. None: the model chooses."""
+    images: Callable[[], RowImages | None] | None = None
+    """Reads its images, which takes more memory than the rest of the row. None if it has none."""
 
     @classmethod
-    def from_message(cls, message: MicroBatch, device: torch.device, version: int | None = None) -> Row:
-        """`version` is the policy version that the row trains."""
+    def from_message(
+        cls, message: MicroBatch, device: torch.device, version: int | None = None, images: Images | None = None
+    ) -> Row:
+        """`version` is the policy version that the row trains. `images` reads the images of rows."""
 
         def floats(values: list[float]) -> Tensor:
             return to_device(torch.tensor(values, dtype=torch.float32), device)
@@ -239,6 +246,7 @@ class Row:
             kept_as=message.kept_as,
             teacher_top=None if message.teacher_top is None else top_tokens(message.teacher_top, device),
             routed_experts=None if message.routed_experts is None else expert_ids(message.routed_experts, device),
+            images=None if message.images is None or images is None else _reader_of(message, images),
         )
 
     @property
@@ -252,6 +260,19 @@ class Row:
         No newer version exists, so a sequence is on-policy if its oldest version is `version`. At version 0, all are.
         """
         return self.loss_mask if version == 0 else self.loss_mask & (self.versions == version)
+
+
+def is_image_token(ids: Sequence[int], inference_logprobs: Sequence[float], images: Images) -> np.ndarray:
+    """Which tokens the engine wrote for images. One that the policy happened to sample is not among them."""
+    return (np.array(ids) == images.reader.token_id) & (np.array(inference_logprobs) == 0)
+
+
+def _reader_of(message: MicroBatch, images: Images) -> Callable[[], RowImages | None]:
+    is_image_T = is_image_token(message.input_ids, message.inference_logprobs, images)
+    starts = np.flatnonzero(np.array(message.position_ids) == 0)
+    of_sequences = [[images.of_rollout(each) for each in sequence] for sequence in message.images or ()]
+    sequences = list(zip(np.split(is_image_T, starts[1:]), of_sequences, strict=True))
+    return partial(images.of_row, sequences, len(message.input_ids))
 
 
 def top_tokens(top: TeacherTop, device: torch.device) -> TopTokens:
@@ -344,7 +365,7 @@ def score_beside_teacher(
 
     # A token is predicted at the one before.
     given = (row.input_ids[places], row.temperatures[places - 1])
-    with replaying(model, row.routed_experts):
+    with replaying(model, row.routed_experts), seeing(model, None if row.images is None else row.images()):
         scored, scored_entropy, divergence = score_tokens(
             model, row.input_ids[None], row.position_ids[None], score, places - 1, given, uses_last=False
         )

@@ -42,6 +42,7 @@ from prime_rl.trainer.model.build import (
     setup_frozen,
     setup_model,
 )
+from prime_rl.trainer.model.images import Images, setup_images
 from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_held, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import clip_gradients, setup_optimizer
 from prime_rl.trainer.optim.scheduler import setup_scheduler
@@ -101,6 +102,7 @@ class Components:
     state: TrainState
     tokenizer: PreTrainedTokenizerBase
     batches: BatchSource
+    images: Images | None
     data_axis: DataAxis
     forward_backward: ForwardBackward
     demonstrations: Demonstrations | None
@@ -199,7 +201,7 @@ class RLTrainer:
             if self.components.residence is not None:
                 self.components.residence.come_back()
             rows = [
-                Row.from_message(message, self.process.device, version=self.progress.step)
+                Row.from_message(message, self.process.device, self.progress.step, self.components.images)
                 for message in self.components.batches.take(self.progress.step)
             ]
         if not self.config.enable_router_replay:
@@ -508,6 +510,7 @@ def setup_components(
             embeddings_held(config.model, config.tokenizer, tokenizer),
         )
     )
+    images = setup_images(config.model, tokenizer)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     model = setup_model(config.model, mesh, products=products)
     if demonstrations is not None:
@@ -531,7 +534,8 @@ def setup_components(
     return Components(
         state=state,
         tokenizer=tokenizer,
-        batches=setup_batches(config, paths, mesh, model.config),
+        batches=setup_batches(config, paths, mesh, model.config, images),
+        images=images,
         data_axis=mesh.data_axis,
         forward_backward=ForwardBackward(
             model, loss, vocab_chunk_of(config.model), mesh, kept, reference, config.distillation
@@ -653,12 +657,14 @@ def setup_parity(config: TrainerConfig, mesh: Mesh, paths: RunPaths) -> ParityGa
     return ParityGate(parity, mesh, compute_dtype(config.model, mesh.process.device), *files)
 
 
-def setup_batches(config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_config: PretrainedConfig) -> BatchSource:
+def setup_batches(
+    config: TrainerConfig, paths: RunPaths, mesh: Mesh, model_config: PretrainedConfig, images: Images | None
+) -> BatchSource:
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, mesh.data_axis)
     limit = row_tokens(config.model.seq_len, model_config, mesh.process.device)
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    return PackedBatches(config, paths, mesh, limit, vocab_size)
+    return PackedBatches(config, paths, mesh, limit, vocab_size, images)
 
 
 def resume(

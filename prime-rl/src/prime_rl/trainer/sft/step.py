@@ -84,7 +84,10 @@ class CrossEntropy(Objective):
         return (int(row.is_trained.sum()),)
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
-        images = None if self.images is None else self.images.of_row(row.sequences, len(row.input_ids))
+        images = None
+        if (reads := self.images) is not None:
+            of_sequences = ((each.token_ids[:-1] == reads.reader.token_id, each.images) for each in row.sequences)
+            images = reads.of_row(of_sequences, len(row.input_ids))
         with seeing(model, images):
             return RowSums((row_loss_sum(model, row, device, self.kind),))
 
