@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from prime_rl.checks.memory import ModelShape
+from prime_rl.checks.memory.training import activations_of
 from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
 from prime_rl.trainer.model.blocks import MIN_BYTES, ActivationOffload, OffloadedTensor, decoder_blocks, offloaded
 from prime_rl.trainer.model.build import setup_model
@@ -42,6 +44,28 @@ def test_offloaded_activations_give_bit_identical_gradients(
         block.forward = offloaded(block.forward, offload)
     assert all(torch.equal(*pair) for pair in zip(loss_and_gradients(model), expected, strict=True))
     assert offload.moved_bytes > 0
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_as_few_blocks_are_recomputed_as_the_budget_takes_and_gradients_stay_the_same_bits(
+    tiny_model_dir: Path, mesh: Mesh, compute_dtype: str
+) -> None:
+    settings = {"name": str(tiny_model_dir), "attn": "sdpa", "compute_dtype": compute_dtype}
+    first, *others = activations_of(ModelShape.of(str(tiny_model_dir)), ModelConfig(**settings), "cpu")
+    # One sequence has a row of 35 places, and there are two.
+    kept_bytes = [70 * sum(block.saved for block in others) + 70 * first.input, 70 * first.saved]
+    expected = loss_and_gradients(setup_model(ModelConfig(**settings), mesh))
+    saved = []
+    for budget_bytes in (kept_bytes[0] + kept_bytes[1], kept_bytes[0], 1):
+        config = ModelConfig(**settings, ac=ActivationCheckpointConfig(memory_gib=budget_bytes / 2**30))
+        model = setup_model(config, mesh)
+        assert all(torch.equal(*pair) for pair in zip(loss_and_gradients(model), expected, strict=True))
+        offload = ActivationOffload(ActivationOffloadingConfig(), CPU)
+        for block in decoder_blocks(model):
+            block.forward = offloaded(block.forward, offload)
+        loss_and_gradients(model)
+        saved.append(offload.moved_bytes)
+    assert saved[0] > saved[1] > saved[2]
 
 
 def test_checkpointed_blocks_move_only_their_input(tiny_model_dir: Path, mesh: Mesh) -> None:

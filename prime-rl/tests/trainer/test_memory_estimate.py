@@ -31,6 +31,9 @@ GEMMA3 = LLAMA | {
 BLOCKS = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 256}
 WIDE = TINY | {"vocab_size": 16000}
 HEAD = {"rank": 8, "target_modules": ["q_proj", "lm_head"]}
+FLOAT32 = {"compute_dtype": "float32"}
+HALF = BLOCKS | {"num_hidden_layers": 6}
+BUDGET = {"memory_gib": 0.06}
 BFLOAT16 = {"compute_dtype": "bfloat16"}
 
 
@@ -45,6 +48,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, mostly blocks", BLOCKS, seq_len=256, settings={"compute_dtype": "float32"}),
         Case("as on a GPU, mostly blocks, rl", BLOCKS, kind="rl", seq_len=128),
         Case("on a CPU", as_on_gpu=False),
+        Case("on a CPU, half of the blocks recomputed", HALF, as_on_gpu=False, settings=FLOAT32 | {"ac": BUDGET}),
         Case("on a CPU, gemma3", GEMMA3, as_on_gpu=False, settings={"compute_dtype": "float32"}),
         Case("on a CPU, gemma3, long", GEMMA3, as_on_gpu=False, seq_len=1024, settings={"compute_dtype": "float32"}),
         Case("on a CPU, mostly attention", HEADS, as_on_gpu=False, seq_len=2048),

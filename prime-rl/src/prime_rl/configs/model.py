@@ -69,6 +69,10 @@ class ActivationCheckpointConfig(BaseConfig):
     freq: Count = 1
     """Recompute every n-th block."""
 
+    memory_gib: float | None = Field(None, gt=0, lt=1e6)
+    """Memory for the activations of all blocks, in GiB: each row recomputes only as many blocks as it takes, the first
+    ones. None recomputes all that `freq` names."""
+
 
 class ActivationOffloadingConfig(BaseConfig):
     """Stores activations in host memory."""
@@ -339,6 +343,8 @@ class ModelConfig(BaseModelConfig):
                 yield f"{name} ({size}) with [compile]: collectives of a compiled block are not supported: remove one"
             if name != "cp" and size > 1 and self.ac_offloading is not None:
                 yield f"{name} ({size}) with [ac_offloading]: activations of divided layers cannot be moved: remove one"
+        if self.ac is not None and self.ac.memory_gib is not None:
+            yield from self._budget_faults(self.ac)
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             yield "fsdp_cpu_offload holds the optimizer state too: remove optim_cpu_offload"
         if self.attn == "fa4" and self.impl != "custom":
@@ -356,6 +362,14 @@ class ModelConfig(BaseModelConfig):
             yield from (f"quantization {fault}, or remove it" for fault in self.quantization_faults())
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
+
+    def _budget_faults(self, ac: ActivationCheckpointConfig) -> Iterator[str]:
+        if ac.freq > 1:
+            yield f"ac.freq ({ac.freq}) with ac.memory_gib, which chooses the blocks: remove one"
+        if self.ac_offloading is not None:
+            yield "ac_offloading moves what ac.memory_gib keeps: remove one"
+        if self.ep > 1:
+            yield f"ep ({self.ep}) with ac.memory_gib: processes that share experts recompute the same blocks: remove one"
 
     def _vision_faults(self) -> Iterator[str]:
         for name in ("cp", "tp", "ep"):

@@ -14,7 +14,15 @@ from typing import Literal
 
 from prime_rl.checks.disk import PackedShape
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
-from prime_rl.configs.model import ALL_LINEAR, DEFAULT_VOCAB_CHUNK, LoRAConfig, ModelConfig, QuantizationConfig, matches
+from prime_rl.configs.model import (
+    ALL_LINEAR,
+    DEFAULT_VOCAB_CHUNK,
+    ActivationCheckpointConfig,
+    LoRAConfig,
+    ModelConfig,
+    QuantizationConfig,
+    matches,
+)
 from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
@@ -287,9 +295,7 @@ class Training:
 
     @property
     def compute_bytes(self) -> int:
-        if self.model.compute_dtype == "auto":
-            return 2 if self.device == "cuda" else 4
-        return BYTES[self.model.compute_dtype]
+        return self.precision.compute_bytes
 
     @property
     def master_bytes(self) -> int:
@@ -370,12 +376,38 @@ class Training:
 
     @property
     def precision(self) -> Precision:
-        is_lean = self.device == "cpu" and self.model.compile is None
-        return Precision(self.compute_bytes, is_lean, self.model.tp)
+        return precision_of(self.model, self.device)
 
     @cached_property
     def blocks(self) -> list[BlockActivations]:
-        return [block_activations(self.shape, block, self.precision, self.model.lora) for block in self.shape.blocks]
+        return activations_of(self.shape, self.model, self.device)
+
+
+def precision_of(model: ModelConfig, device: Device) -> Precision:
+    dtype = model.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return Precision(BYTES[dtype], device == "cpu" and model.compile is None, model.tp)
+
+
+def activations_of(shape: ModelShape, model: ModelConfig, device: Device) -> list[BlockActivations]:
+    """What each decoder block keeps."""
+    return [block_activations(shape, block, precision_of(model, device), model.lora) for block in shape.blocks]
+
+
+def recomputed_blocks(blocks: Sequence[BlockActivations], ac: ActivationCheckpointConfig | None, tokens: int) -> range:
+    """The blocks that a row of `tokens` recomputes.
+
+    Of a budget, the first ones: the backward pass has freed what the others keep before it recomputes one.
+    """
+    if ac is None or ac.memory_gib is None:
+        return range(0) if ac is None else range(0, len(blocks), ac.freq)
+    room, first = ac.memory_gib * 2**30, 0
+    kept = sum(block.saved for block in blocks) * tokens
+    while kept > room and first < len(blocks):
+        kept -= (blocks[first].saved - blocks[first].input) * tokens
+        first += 1
+    return range(first)
 
 
 def peak_memory(training: Training) -> Parts:
@@ -456,8 +488,9 @@ def _activations(training: Training) -> tuple[int, int]:
     """Bytes kept at the end of the forward pass, and the most that recomputing a block adds to them."""
     ac, tokens = training.model.ac, training.row_tokens
     kept, recomputed, inputs = 0, 0, 0
+    again = recomputed_blocks(training.blocks, ac, tokens)
     for index, block in enumerate(training.blocks):
-        if ac is not None and index % ac.freq == 0:
+        if index in again:
             inputs += block.input * tokens
             recomputed = max(recomputed, block.saved * tokens)
         else:
@@ -466,6 +499,8 @@ def _activations(training: Training) -> tuple[int, int]:
         largest = max(block.input for block in training.blocks) * tokens
         inputs = min(inputs, training.model.ac_offloading.max_inflight_activations * largest)
         kept = min(kept, training.model.ac_offloading.max_inflight_activations * largest)
+    if again and training.shape.layers - 1 not in again:
+        recomputed = max(0, recomputed - training.blocks[-1].saved * tokens)  # freed by then, at least
     return kept + inputs + _final_norm(training) * tokens + _rotary(training) * tokens, recomputed
 
 
@@ -507,7 +542,8 @@ def _in_backward(training: Training) -> Parts:
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
         matrix = max(_of_one_process({name: of}, training.model) for name, of in largest.items())
         computing = temporary + size * (matrix if lora is None else 0)
-        freed = 0 if training.model.ac is not None else training.blocks[-1].saved * training.row_tokens
+        again = recomputed_blocks(training.blocks, training.model.ac, training.row_tokens)
+        freed = 0 if len(training.blocks) - 1 in again else training.blocks[-1].saved * training.row_tokens
         summed = training.reduce_bytes * trained
         later = max(size * trained, computing if training.shape.layers > 1 else 0) + summed - freed
         inflight = _INFLIGHT_BLOCKS if training.shards > 1 else 1

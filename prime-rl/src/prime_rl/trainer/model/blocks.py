@@ -22,7 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from prime_rl.configs.trainer import ActivationOffloadingConfig, ModelConfig
+from prime_rl.checks.memory.shapes import ModelShape
+from prime_rl.checks.memory.training import BlockActivations, activations_of, recomputed_blocks
+from prime_rl.configs.trainer import ActivationCheckpointConfig, ActivationOffloadingConfig, ModelConfig
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.vision import language_model
 from prime_rl.trainer.process.errors import ModelError
@@ -176,6 +178,10 @@ def prepare_blocks(
         offload = ActivationOffload(config.ac_offloading, device)
     elif config.ac_offloading is not None:
         get_logger().info("model.ac_offloading has no effect on a CPU: activations are in host memory already")
+    of_blocks: list[BlockActivations] = []
+    if config.ac is not None and config.ac.memory_gib is not None:
+        shape = ModelShape.of(config.name, config.debug.num_layers)
+        of_blocks = activations_of(shape, config, "cuda" if device.type == "cuda" else "cpu")
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
         if config.compile is not None:
@@ -183,7 +189,10 @@ def prepare_blocks(
             forward = compile_for_all_shapes(
                 forward, fullgraph=config.compile.fullgraph, recompile_limit=_RECOMPILE_LIMIT
             )
-        if config.ac is not None and index % config.ac.freq == 0:
+        if config.ac is not None and of_blocks:
+            again = _checkpointed(forward, is_random, state_layers, routers)
+            forward = _within_budget(forward, again, index, of_blocks, config.ac)
+        elif config.ac is not None and index % config.ac.freq == 0:
             forward = _checkpointed(forward, is_random, state_layers, routers)
         if offload is not None:
             forward = offloaded(forward, offload)
@@ -201,6 +210,19 @@ def _checkpointed(
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     return recomputing
+
+
+def _within_budget(
+    keeping: Forward, again: Forward, index: int, of_blocks: Sequence[BlockActivations], ac: ActivationCheckpointConfig
+) -> Forward:
+    """Recompute the block with this index in rows that need it, as `--estimate` counts them."""
+
+    def choosing(*args: Any, **kwargs: Any) -> Any:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        tokens = hidden.numel() // hidden.shape[-1]
+        return (again if index in recomputed_blocks(of_blocks, ac, tokens) else keeping)(*args, **kwargs)
+
+    return choosing
 
 
 def offloaded(forward: Forward, offload: ActivationOffload) -> Forward:
