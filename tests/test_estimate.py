@@ -38,6 +38,8 @@ QWEN3_30B_A3B = QWEN3_8B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+ONE_ROW = ("--data.seq-len=8192", "--data.micro-batch-size=1", "--data.batch-size=1")
 LONG = ("--model.ac.freq", "1", "--data.seq-len", "32768", "--data.micro-batch-size", "1", "--data.batch-size")
 SFT = """
 [model]
@@ -83,7 +85,9 @@ def test_a_run_that_does_not_fit_names_the_nearest_change_that_does(sft_toml: Pa
     done = run("medarc_train", "sft", sft_toml, "--output-dir", out, "--estimate", "--gpu", "H100")
     assert done.returncode == 1
     assert "does not fit: " in done.stdout
-    assert "nearest change: model.ac.freq = 1, --gpus 4 (trainer " in " ".join(done.stdout.split())
+    told = " ".join(done.stdout.split())
+    assert "nearest change: model.ac.memory_gib = 5.0, data.micro_batch_size = 1, --gpus 2 (trainer " in told
+    assert "model.ac.memory_gib = 5.0 # blocks beyond it run forward twice data.micro_batch_size = 1 #" in told
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert not out.exists()
 
@@ -123,6 +127,29 @@ def test_a_mesh_of_the_same_gpus_is_proposed_that_fits_and_is_accepted(
     applied = [f"--{key}={value}" for key, value in keys]
     after = answer(*words, *applied)
     assert (after["verdict"], after["change"]) == ("fits", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        ("--gpu 80 --model.quantization.type nf4", "model.ac.memory_gib = 47.8"),
+        ("--gpu 80", "model.ac_offloading.pin_memory = true"),
+        ("--gpu 80 --optim.type sgd --data.seq-len 4096", "model.ac.memory_gib = 5.0"),
+    ],
+)
+def test_the_cheapest_settings_for_the_same_gpu_are_accepted_and_fit(
+    sft_toml: Path, model: Path, words: str, proposed: str
+) -> None:
+    """Qwen3-32B with adapters, 8k, on one GPU."""
+    (model / "config.json").write_text(json.dumps(QWEN3_8B | QWEN3_32B))
+    run_words = ["medarc_train", "sft", sft_toml, "--gpus=1", "--model.lora.rank=16", *ONE_ROW, *words.split()]
+    found = answer(*run_words)
+    assert (found["change_on_same_gpus"] or found["change"]) == {"set": proposed, "verdict": "fits"}
+    key, value = proposed.split(" = ")
+    after = answer(*run_words, f"--{key}={value}")
+    assert (after["verdict"], after["change"]) == ("fits", None)
+    if key == "model.ac.memory_gib":  # more would not fit: as little is computed again as possible
+        assert answer(*run_words, f"--{key}={float(value) + 2}")["verdict"] != "fits"
 
 
 def test_adapters_on_a_small_gpu_are_trained_on_weights_in_4_bits(sft_toml: Path) -> None:

@@ -14,7 +14,7 @@ from medarc_rl.errors import UsageError
 
 if TYPE_CHECKING:
     from prime_rl.checks.memory import Device, Estimate, Gpu, ModelShape
-    from prime_rl.checks.memory.changes import Change, Variant
+    from prime_rl.checks.memory.changes import Change, Found, Variant
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.rollouts.judges import FrozenModel
     from prime_rl.configs.sft import SFTConfig
@@ -39,7 +39,7 @@ class Answer:
     """An estimate, and the nearest change with which the run fits; None if it fits as it is, or nothing helps."""
 
     estimate: Estimate
-    change: tuple[str, Estimate] | None
+    change: Found | None
 
 
 def print_sft_estimate(config: SFTConfig, gpus: int, options: EstimateOptions, *, in_job: bool) -> int:

@@ -369,7 +369,7 @@ class ModelConfig(BaseModelConfig):
         if self.ac_offloading is not None:
             yield "ac_offloading moves what ac.memory_gib keeps: remove one"
         if self.ep > 1:
-            yield f"ep ({self.ep}) with ac.memory_gib: processes that share experts recompute the same blocks: remove one"
+            yield f"ep ({self.ep}) with ac.memory_gib: all must recompute the same blocks to share experts: remove one"
 
     def _vision_faults(self) -> Iterator[str]:
         for name in ("cp", "tp", "ep"):

@@ -12,21 +12,25 @@ from prime_rl.checks.memory.estimate import Component, Estimate
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import (
     ActivationCheckpointConfig,
+    ActivationOffloadingConfig,
     LoRAConfig,
     ModelConfig,
     QuantizationConfig,
     division_fault,
     product_of,
 )
+from prime_rl.configs.optim import AdamW8bitConfig, AdamWConfig
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from prime_rl.configs.optim import OptimizerConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.sft import SFTConfig
 
 ModelT = TypeVar("ModelT", bound="BaseModel")
 MESH = "mesh"
+_MORE_GPUS = ("gpus", "nodes", "infer_gpus")
 _MOST_CHANGES = 3
 _NODE_GPUS = (2, 4, 8)
 _MOST_TRAIN_GPUS = 4
@@ -54,9 +58,28 @@ class Change:
     apply: Callable[[Variant], Variant]
     is_free: bool = False
     """It costs less than sending more would."""
+    cost: str = ""
+    """Its price, in a few words."""
+    is_recomputing: bool = False
+    """It recomputes all blocks, of which some may not need it."""
 
 
-Found = tuple[str, Estimate]
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Changes, and the estimate with them."""
+
+    changes: Sequence[Change]
+    estimate: Estimate
+    on_same_gpus: Found | None = None
+    """What makes the run fit without more GPUs, if `changes` need more."""
+
+    @property
+    def needs_more_gpus(self) -> bool:
+        return any(change.key in _MORE_GPUS for change in self.changes)
+
+    @property
+    def text(self) -> str:
+        return ", ".join(change.text for change in self.changes)
 
 
 def nearest_change(
@@ -65,37 +88,81 @@ def nearest_change(
     estimate: Callable[[Variant], Estimate],
     models: Sequence[ModelDescription] = (),
 ) -> Found | None:
-    """The first of the smallest combinations of `changes` with which the run fits, and its estimate.
+    """The cheapest combination of `changes` with which the run fits, and the one on the same GPUs, if it needs more."""
+    found = _cheapest(start, changes, estimate, models)
+    if found is None or not found.needs_more_gpus:
+        return found
+    others = [change for change in changes if change.key not in _MORE_GPUS]
+    return replace(found, on_same_gpus=_cheapest(start, others, estimate, models))
+
+
+def _cheapest(
+    start: Variant,
+    changes: Sequence[Change],
+    estimate: Callable[[Variant], Estimate],
+    models: Sequence[ModelDescription],
+) -> Found | None:
+    """The cheapest combination of `changes`, which are in the order of their costs, with which the run fits: its most
+    expensive change costs least, and it is as small as possible. Of the blocks, it recomputes as few as it takes.
 
     If none fits, the one that needs least and is at most tight. None if nothing helps. `models` are trained: nothing is
     proposed that cannot divide them. Of several meshes, the one that sends least counts as the first.
     """
 
     def tried(combination: Iterable[Change]) -> Found | None:
-        variant, text = start, ", ".join(change.text for change in combination)
+        variant, combination = start, tuple(combination)
         for change in combination:
             variant = change.apply(variant)
-        return None if _is_refused(variant.config, models) else (text, estimate(variant))
+        return None if _is_refused(variant.config, models) else Found(combination, estimate(variant))
 
-    tried_meshes = [(change, found[1]) for change in changes if change.key == MESH and (found := tried([change]))]
+    tried_meshes = [(change, found.estimate) for change in changes if change.key == MESH and (found := tried([change]))]
     meshes = [change for change, _ in sorted(tried_meshes, key=lambda pair: _sent(pair[1]))]
     others = [change for change in changes if change.key != MESH]
     if meshes:
         smallest, _ = min(tried_meshes, key=lambda pair: pair[1].share)
         others.insert(sum(change.is_free for change in others), smallest)
     best: Found | None = None
-    for size in range(1, _MOST_CHANGES + 1):
-        for combination in combinations(others, size):
-            if len({change.key for change in combination}) < size or (found := tried(combination)) is None:
-                continue
-            if found[1].verdict == "fits":
-                # If the smallest mesh is among them, a cheaper one may do.
-                cheaper = ([mesh if change.key == MESH else change for change in combination] for mesh in meshes)
-                each = filter(None, map(tried, cheaper)) if any(one.key == MESH for one in combination) else ()
-                return next((one for one in each if one[1].verdict == "fits"), found)
-            if found[1].verdict == "tight" and (best is None or found[1].share < best[1].share):
-                best = found
+    for combination in _by_cost(others):
+        if len({change.key for change in combination}) < len(combination) or (found := tried(combination)) is None:
+            continue
+        if found.estimate.verdict == "fits":
+            # If the smallest mesh is among them, a cheaper one may do.
+            cheaper = ([mesh if change.key == MESH else change for change in combination] for mesh in meshes)
+            each = filter(None, map(tried, cheaper)) if any(one.key == MESH for one in combination) else ()
+            return _recomputing_less(next((one for one in each if one.estimate.verdict == "fits"), found), tried)
+        if found.estimate.verdict == "tight" and (best is None or found.estimate.share < best.estimate.share):
+            best = found
     return best
+
+
+def _by_cost(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    for last, most_expensive in enumerate(changes):
+        for size in range(_MOST_CHANGES):
+            for cheaper in combinations(changes[:last], size):
+                yield *cheaper, most_expensive
+
+
+def _recomputing_less(found: Found, tried: Callable[[Iterable[Change]], Found | None]) -> Found:
+    """Give what is left of the GPU to activations that are kept, if blocks are recomputed."""
+    gpu, best = found.estimate.gpu, found
+    if gpu is None or not any(change.is_recomputing for change in found.changes):
+        return found
+    low, high = 0, 10 * gpu.total_bytes // _GIB
+    while high - low > 1:  # in tenths of a GiB
+        tenths = (low + high) // 2
+        changes = [_keeping(change, tenths / 10) if change.is_recomputing else change for change in found.changes]
+        less = tried(changes)
+        if less is not None and less.estimate.verdict == "fits":
+            low, best = tenths, less
+        else:
+            high = tenths
+    return best
+
+
+def _keeping(change: Change, memory_gib: float) -> Change:
+    value, cost = ActivationCheckpointConfig(memory_gib=memory_gib), "blocks beyond it run forward twice"
+    text = f"{change.key}.memory_gib = {memory_gib}"
+    return replace(change, text=text, cost=cost, apply=lambda run: _with(run, change.key, value))
 
 
 def _sent(estimate: Estimate) -> int:
@@ -132,7 +199,7 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
     rows = config.data.micro_batch_size
     yield from _free_changes(config.model, "model")
     if rows > 1:
-        yield replace(_set("data.micro_batch_size", 1), is_free=True)
+        yield replace(_set("data.micro_batch_size", 1), is_free=True, cost="shorter products")
     yield from _meshes(config.model, "model", processes)
     if config.deployment.type == "multi_node":
         for times in _MORE_NODES:
@@ -142,7 +209,7 @@ def sft_changes(config: SFTConfig, processes: int) -> Iterator[Change]:
         is_possible = gpus > processes and division_fault(config.model, gpus) is None
         if is_possible and config.data.batch_size % (gpus // sharing * rows) == 0:
             yield _more_gpus("--gpus", "deployment.num_gpus", gpus)
-    yield from _slow_changes(config.model, "model")
+    yield from _slow_changes(config.model, config.optim, "model")
     for part in (2, 4):
         if seq_len // part >= 128:
             lengths = {"data.seq_len": seq_len // part, "model.seq_len": seq_len // part}
@@ -178,7 +245,7 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
             yield _more_gpus("--train-gpus", "deployment.num_train_gpus", gpus)
         if infer and inference is not None and infer < gpus < 8:
             yield _tensor_parallel(gpus)
-    yield from _slow_changes(config.trainer.model, "trainer.model")
+    yield from _slow_changes(config.trainer.model, config.trainer.optim, "trainer.model")
     for part in (2, 4):
         if limits.seq_len // part >= 128:
             yield _shorter(limits.seq_len // part)
@@ -188,19 +255,31 @@ def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
     """Changes that cost time, but leave the result as it is."""
     if model.ac is None or model.ac.freq > 1:
         text, key = f"{path}.ac.freq = 1", f"{path}.ac"
-        yield Change(key, text, lambda run: _with(run, key, _EVERY_BLOCK), is_free=True)
+        cost = "a second forward pass"
+        change = Change(key, text, lambda run: _with(run, key, _EVERY_BLOCK), is_free=True, cost=cost)
+        yield replace(change, is_recomputing=True)
 
 
-def _slow_changes(model: ModelConfig, path: str) -> Iterator[Change]:
+def _slow_changes(model: ModelConfig, optim: OptimizerConfig, path: str) -> Iterator[Change]:
+    if model.ac_offloading is None:
+        values = {f"{path}.ac": _EVERY_BLOCK, f"{path}.ac_offloading": ActivationOffloadingConfig()}
+        text, cost = f"{path}.ac_offloading.pin_memory = true", "a second forward pass, copies"
+        yield Change(f"{path}.ac", text, lambda run: _with_all(run, values), cost=cost)
     if model.lora is not None:  # the next ones move all weights in each pass
         yield from _quantizing(model, path)
+    if isinstance(optim, AdamWConfig) and model.lora is None:
+        key = f"{path.removesuffix('model')}optim"
+        small = AdamW8bitConfig(**optim.model_dump(exclude={"type"}))
+        text, cost = f'{key}.type = "adamw8bit"', "moments of 8 bits: another result"
+        yield Change(f"{path}.optim_cpu_offload", text, lambda run: _with(run, key, small), cost=cost)
     if not (model.optim_cpu_offload or model.fsdp_cpu_offload):
-        yield _set(f"{path}.optim_cpu_offload", True)
+        yield replace(_set(f"{path}.optim_cpu_offload", True), cost="states cross the bus twice a step")
     if not model.fsdp_cpu_offload:
-        yield Change(f"{path}.optim_cpu_offload", f"{path}.fsdp_cpu_offload = true", _offloading(path))
+        text, cost = f"{path}.fsdp_cpu_offload = true", "weights cross it in each pass"
+        yield Change(f"{path}.optim_cpu_offload", text, _offloading(path), cost=cost)
     if model.lora is None:
-        text = f"{path}.lora.rank = 16"
-        yield Change(f"{path}.lora", text, lambda run: _with(run, f"{path}.lora", LoRAConfig()))
+        text, cost = f"{path}.lora.rank = 16", "adapters instead of all weights"
+        yield Change(f"{path}.lora", text, lambda run: _with(run, f"{path}.lora", LoRAConfig()), cost=cost)
         yield from _quantizing(model, path)
 
 
@@ -209,7 +288,8 @@ def _quantizing(model: ModelConfig, path: str) -> Iterator[Change]:
     if model.quantization is None:
         with_lora = "" if model.lora is not None else f"{path}.lora.rank = 16, "
         text = f'{with_lora}{path}.quantization.type = "nf4"'
-        yield Change(f"{path}.lora", text, lambda run: _with(run, path, _quantized(run, path)))
+        cost = "frozen weights of 4 bits"
+        yield Change(f"{path}.lora", text, lambda run: _with(run, path, _quantized(run, path)), cost=cost)
 
 
 def _quantized(run: Variant, path: str) -> ModelConfig:
@@ -295,7 +375,7 @@ _NF4 = QuantizationConfig(type="nf4")
 
 
 WIDTH = 80
-_LABEL, _COLUMN = 24, 12
+_LABEL, _COLUMN, _KEY = 24, 12, 34
 _GIB, _MIB = 2**30, 2**20
 LABELS = {
     "weights": "weights",
@@ -315,7 +395,7 @@ LABELS = {
 }
 
 
-def table_lines(title: str, estimate: Estimate, change: tuple[str, Estimate] | None) -> Iterator[str]:
+def table_lines(title: str, estimate: Estimate, change: Found | None) -> Iterator[str]:
     """The lines of the table. `change` is the nearest change with which the run fits."""
     on_cpu = estimate.device == "cpu"
     where = "the CPU" if on_cpu else _gpu_text(estimate)
@@ -343,7 +423,7 @@ def table_lines(title: str, estimate: Estimate, change: tuple[str, Estimate] | N
     yield from _conclusion(estimate, change)
 
 
-def as_json(estimate: Estimate, change: tuple[str, Estimate] | None) -> dict[str, Any]:
+def as_json(estimate: Estimate, change: Found | None) -> dict[str, Any]:
     """The same as plain values; sizes in bytes."""
     gpu, disk = estimate.gpu, estimate.disk
     return {
@@ -352,13 +432,18 @@ def as_json(estimate: Estimate, change: tuple[str, Estimate] | None) -> dict[str
         "components": [_component(part) for part in estimate.components],
         "disk": None if disk is None else {"needed_bytes": disk.needed_bytes, "free_bytes": disk.free_bytes},
         "verdict": estimate.verdict,
-        "change": None if change is None else {"set": change[0], "verdict": change[1].verdict},
+        "change": _as_set(change),
+        "change_on_same_gpus": None if change is None else _as_set(change.on_same_gpus),
     }
 
 
-def verdict_line(estimate: Estimate, change: tuple[str, Estimate] | None) -> str:
+def _as_set(change: Found | None) -> dict[str, Any] | None:
+    return None if change is None else {"set": change.text, "verdict": change.estimate.verdict}
+
+
+def verdict_line(estimate: Estimate, change: Found | None) -> str:
     """The verdict in one line, for a table of checks."""
-    advice = f"; {change[0]}: {change[1].verdict}" if change is not None else ""
+    advice = f"; {change.text}: {change.estimate.verdict}" if change is not None else ""
     return f"{estimate.verdict or 'needs'}: {_sizes(estimate.components)}{advice}"
 
 
@@ -388,7 +473,7 @@ def _sizes(components: Sequence[Component]) -> str:
     return ", ".join(f"{part.name} {part.needed_bytes / _GIB:.1f} GiB" for part in components)
 
 
-def _conclusion(estimate: Estimate, change: tuple[str, Estimate] | None) -> Iterator[str]:
+def _conclusion(estimate: Estimate, change: Found | None) -> Iterator[str]:
     if estimate.verdict is None:
         yield "No GPU is known here: name one, as in --gpu H100 or --gpu 80 (GiB)."
         return
@@ -398,10 +483,24 @@ def _conclusion(estimate: Estimate, change: tuple[str, Estimate] | None) -> Iter
     if change is None:
         yield "No setting of this estimate makes it fit: use a smaller model or a larger GPU."
         return
-    after = change[1]
-    yield from textwrap.wrap(
-        f"nearest change: {change[0]} ({_sizes(after.components)}: {after.verdict}, {after.share:.0%})", WIDTH
-    )
+    yield from _change_lines("nearest change", change)
+    if change.on_same_gpus is not None:
+        yield from _change_lines("on the same GPUs", change.on_same_gpus)
+
+
+def _change_lines(title: str, change: Found) -> Iterator[str]:
+    """The change in a line, and each of its keys with what it costs."""
+    after = change.estimate
+    text = f"{title}: {change.text} ({_sizes(after.components)}: {after.verdict}, {after.share:.0%})"
+    yield from textwrap.wrap(text, WIDTH)
+    if not any(one.cost for one in change.changes):
+        return
+    yield ""
+    for one in change.changes:
+        first, *others = one.text.split(", ")
+        yield f"{first:<{_KEY}} # {one.cost}" if one.cost else first
+        yield from others
+    yield ""
 
 
 def _component(part: Component) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from prime_rl.checks.memory.shapes import Tensors, count
-from prime_rl.checks.memory.training import Training, adapter_parameters
+from prime_rl.checks.memory.training import Training, adapter_parameters, recomputed_blocks
 
 Traffic = dict[str, int]
 """Bytes by the key of the mesh that they are sent for; those of FSDP under `dp_shard`."""
@@ -20,10 +20,10 @@ Traffic = dict[str, int]
 def traffic_of_row(training: Training) -> Traffic:
     """Bytes that a process sends in the forward and backward pass of one row."""
     sent: Counter[str] = Counter()
-    ac = training.model.ac
+    again = recomputed_blocks(training.blocks, training.model.ac, training.row_tokens)
     for index, block in enumerate(training.shape.blocks):
         # Forward, backward, and forward again.
-        passes = 3 if ac is not None and index % ac.freq == 0 else 2
+        passes = 3 if index in again else 2
         sent.update({axis: passes * size for axis, size in _of_hidden_states(training, block)})
         sent.update(dict(_of_weights(training, block)))
     sent.update(dict(_of_weights(training, training.shape.root, is_root=True)))
