@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +28,17 @@ FULL_GPU_UTILIZATION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """Numbers of GPUs that train and that serve. With `single_gpu` one GPU does both."""
+    """Numbers of GPUs that train and that serve. With `shares_gpus` those that train also serve, each by itself."""
 
     train: int
     infer: int
-    single_gpu: bool
+    shares_gpus: bool
 
     def __post_init__(self) -> None:
         """Raises UsageError if a node does not have enough GPUs."""
-        if self.single_gpu:
-            if (self.train, self.infer) != (1, 1):
-                raise UsageError(f"one GPU is shared for training and inference, not {self.train} and {self.infer}")
+        if self.shares_gpus:
+            if self.infer != 1:
+                raise UsageError(f"a server has one of the GPUs that are shared, not {self.infer}")
         elif self.train > MOST_TRAIN_GPUS:
             raise UsageError(f"--train-gpus {self.train}: the trainer takes 1 to {MOST_TRAIN_GPUS} GPUs of one node")
         elif self.total > NODE_GPUS:
@@ -48,8 +48,13 @@ class GpuSplit:
             )
 
     @property
+    def option(self) -> str:
+        """The option of GPUs that are shared."""
+        return "--single-gpu" if self.train == 1 else f"--colocate {self.train}"
+
+    @property
     def total(self) -> int:
-        return 1 if self.single_gpu else self.train + self.infer
+        return self.train if self.shares_gpus else self.train + self.infer
 
     @property
     def owned(self) -> OwnedKeys:
@@ -158,13 +163,20 @@ def _gpus_of_node(gpus: int) -> int:
     return gpus
 
 
-def rl_split(given: GivenConfig[RLConfig], train: int | None, infer: int | None, single_gpu: bool) -> GpuSplit:
+def rl_split(
+    given: GivenConfig[RLConfig], train: int | None, infer: int | None, single_gpu: bool, colocate: int | None = None
+) -> GpuSplit:
     """The GPUs that the options give. What they leave out follows from the config's `allocation_mode`, or is 1.
 
     Raises:
         UsageError: one node does not have the GPUs, or would have to share several between trainer and server.
     """
     trainer, servers = _allocated(given)
+    if colocate is not None:
+        others = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or ("--single-gpu" if single_gpu else "")
+        if others or trainer is not None or servers is not None:
+            raise UsageError(f"--colocate {colocate}: leave {others or 'allocation_mode'} out")
+        return GpuSplit(colocate, 1, shares_gpus=True)
     shares = trainer is not None and servers is not None and trainer[1] == servers[1]
     asked = (trainer[0] if trainer else 1, servers[0] if servers else 1)
     if shares and asked != (1, 1):
@@ -179,7 +191,7 @@ def rl_split(given: GivenConfig[RLConfig], train: int | None, infer: int | None,
         one = "--single-gpu" if single_gpu else "allocation_mode"
         several = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or "allocation_mode"
         raise UsageError(f"{one} takes one GPU for trainer and server: leave it out, or {several}")
-    return GpuSplit(*counts, single_gpu or shares)
+    return GpuSplit(*counts, shares_gpus=single_gpu or shares)
 
 
 def _check_allocated(
@@ -232,21 +244,28 @@ def check_rl(config: RLConfig, split: GpuSplit | None) -> None:
         faults.append(
             f"this command starts the inference server: remove orchestrator.client.{named}, or add an [inference] table"
         )
-    if split is not None and split.single_gpu and config.trainer.weight_broadcast.type == "nccl":
-        faults.append("--single-gpu: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'")
+    if split is not None and split.shares_gpus:
+        faults += _sharing_faults(config, split.option)
     if faults:
         raise UsageError(*faults)
 
 
+def _sharing_faults(config: RLConfig, option: str) -> Iterator[str]:
+    if config.trainer.weight_broadcast.type == "nccl":
+        yield f"{option}: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'"
+    if config.inference is not None and config.inference.parallel.tp > 1:
+        yield f"{option}: each server has one GPU; remove inference.parallel.tp = {config.inference.parallel.tp}"
+
+
 def advice(config: RLConfig, split: GpuSplit) -> list[str]:
     """One line for each setting that works but probably not well."""
-    if not split.single_gpu or config.inference is None or config.device == "cpu" or config.takes_turns:
+    if not split.shares_gpus or config.inference is None or config.device == "cpu" or config.takes_turns:
         return []
     utilization = config.inference.gpu_memory_utilization
     if utilization < FULL_GPU_UTILIZATION:
         return []
     return [
-        f"--single-gpu: inference.gpu_memory_utilization = {utilization} leaves the trainer little memory; "
+        f"{split.option}: inference.gpu_memory_utilization = {utilization} leaves the trainer little memory; "
         "0.7 to 0.8 is usual, as in --inference.gpu-memory-utilization 0.75"
     ]
 

@@ -114,7 +114,7 @@ def _start_sft(command: str, words: list[str], options: SftOptions) -> tuple[int
 def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     """Returns the exit code, and what to do after a failure."""
     given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
-    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu, options.colocate)
     run = load_run(given, "rl", options.output_dir, split.owned)
     check_rl(run.config, split)
     if options.preflight or options.estimate:
@@ -124,14 +124,14 @@ def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]
             for fault in (faults := loss_faults(config.trainer)):
                 sys.stderr.write(f"error: {fault}\n")
             return preflight((EXAMINATION,), config.orchestrator) or int(bool(faults)), ONCE
-        return print_rl_estimate(config, split.single_gpu, options, in_job=False), ONCE
+        return print_rl_estimate(config, split.shares_gpus, options, in_job=False), ONCE
     refuse_other_launcher(run.config, "local", given.words)
     gpus = first_gpus(run.config.device, split.total + frozen_gpus(run.config), os.environ)
     for line in advice(run.config, split):
         warn(line)
     with reporting_directory_errors():
         refuse_if_queued(run.paths, submits=False)
-    sharing = Sharing(free_ports=True, exact_gpus=True, single_gpu=split.single_gpu, gpus=gpus)
+    sharing = Sharing(free_ports=True, exact_gpus=True, shares_gpus=split.shares_gpus, gpus=gpus)
     record = partial(write_components, run, {}, run.config.dry_run)
     return rl_local.rl_local(run.config, sharing=sharing, on_ready=record), run.config.recover
 

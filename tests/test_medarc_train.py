@@ -276,7 +276,7 @@ def test_the_process_of_a_command_opens_the_config_once_and_parses_the_options_o
 
 def test_one_gpu_for_both(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
     assert run("rl", rl_toml, "--output-dir", tmp_path / "out", "--single-gpu").exit_code == 0
-    assert launches.sharing == [shared(gpus=("0",), single_gpu=True)]
+    assert launches.sharing == [shared(gpus=("0",), shares_gpus=True)]
 
 
 def test_the_first_of_the_visible_ids_are_taken(

@@ -69,7 +69,7 @@ class Request:
 
     @property
     def single_gpu(self) -> bool:
-        return self.split is not None and self.split.single_gpu
+        return self.split is not None and self.split.shares_gpus
 
     def load(
         self, launcher: Launcher, output_dir: Path | None = None, owned: OwnedKeys | None = None, submits: bool = False

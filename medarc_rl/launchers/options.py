@@ -51,6 +51,9 @@ class RlOptions(EstimateOptions):
     ] = None
     infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
     single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    colocate: Annotated[
+        int | None, Option(min=1, max=8, help="So many GPUs, each for a process of the trainer and a server.")
+    ] = None
     resume: Resume = None
     preflight: Annotated[
         bool,

@@ -20,7 +20,7 @@ def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
     return Sharing(
         free_ports=True,
         exact_gpus=exact_gpus,
-        single_gpu=env.get(SINGLE_GPU_VARIABLE) == "1",
+        shares_gpus=env.get(SINGLE_GPU_VARIABLE) == "1",
     )
 
 

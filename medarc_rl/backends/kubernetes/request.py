@@ -134,7 +134,7 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
     resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
     file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
     if uses_ray(request, options):
-        single = ["--single-gpu"] if split is not None and split.single_gpu else []
+        single = ["--single-gpu"] if split is not None and split.shares_gpus else []
         # CPU runs would fit into one pod.
         apart = ["--strategy", "spread"] if request.nodes > 1 else []
         # A fault of the config would come again, and KubeRay does not look at exit codes.
@@ -142,8 +142,8 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
         return [*driver, request.kind, "@", file, *where, *resume]
     shape: list[str] = []
     if split is not None:
-        shape = ["--single-gpu"] if split.single_gpu else []
-        shape += [] if split.single_gpu else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
+        shape = ["--single-gpu"] if split.shares_gpus else []
+        shape += [] if split.shares_gpus else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
     return ["medarc_train", request.kind, "@", file, *shape, *where, *resume]
 
 

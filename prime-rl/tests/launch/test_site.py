@@ -40,7 +40,7 @@ def test_more_gpus_than_needed_are_left_alone() -> None:
 
 
 def test_in_single_gpu_mode_both_get_the_one() -> None:
-    assert placed("MIG-1", ResourceRequest("cpu", 1, 1), single_gpu=True, exact_gpus=True) == GpuAssignment(
+    assert placed("MIG-1", ResourceRequest("cpu", 1, 1), shares_gpus=True, exact_gpus=True) == GpuAssignment(
         ("MIG-1",), ("MIG-1",)
     )
 
@@ -50,13 +50,13 @@ def test_in_single_gpu_mode_both_get_the_one() -> None:
     [
         ("0,1", False, r"1 inference \+ 2 training GPUs are 3, but 2 can be used here \(0,1\)"),
         ("0,1,2,3", False, r"are 3, but 4 can be used here \(0,1,2,3\): set CUDA_VISIBLE_DEVICES"),
-        ("0,1", True, r"single-GPU mode needs 1, but 2 can be used here"),
+        ("0,1,2", True, r"2 shared GPUs are needed, but 3 can be used here"),
     ],
 )
 def test_where_gpus_are_granted_any_other_number_is_refused(
     gpus: str, single: bool, fault: str, gpu_machine: Path
 ) -> None:
-    sharing = Sharing(exact_gpus=True, single_gpu=single)
+    sharing = Sharing(exact_gpus=True, shares_gpus=single)
     with pytest.raises(DeviceError, match=fault):
         place(ResourceRequest("cuda", 1, 2), sharing, {"CUDA_VISIBLE_DEVICES": gpus}, gpu_machine)
 

@@ -94,8 +94,8 @@ class Sharing:
     """Choose free ports at run time instead of those in the config."""
     exact_gpus: bool = False
     """Require that exactly the needed GPUs are visible, as a scheduler grants them."""
-    single_gpu: bool = False
-    """Let inference and trainer share one GPU."""
+    shares_gpus: bool = False
+    """Let a server and a process of the trainer share each GPU."""
     gpus: tuple[str, ...] | None = None
     """Ids of the visible GPUs to use. None: all that are visible."""
 
@@ -110,6 +110,8 @@ class Ports:
 
     inference: int | None = None
     broadcast: int | None = None
+    more_servers: tuple[int, ...] = ()
+    """Of the servers after the first, if each GPU has one."""
     frozen: tuple[int, ...] = ()
     """Ports of judges and of the teacher, chosen at run time. The teacher's is used if `inference` is chosen."""
 
@@ -156,6 +158,21 @@ class Placement:
     """The placements of several nodes, in order. Empty on one node."""
 
     @property
+    def servers(self) -> tuple[Placement, ...]:
+        """One placement for each inference server on this node: one, or one for each GPU that trains, too."""
+        if not self.ports.more_servers:
+            return (self,)
+        ports, gpus = (self.ports.inference, *self.ports.more_servers), self.gpus.inference
+        return tuple(
+            replace(
+                self,
+                ports=replace(self.ports, inference=port),
+                gpus=replace(self.gpus, inference=gpus[index : index + 1]),
+            )
+            for index, port in enumerate(ports)
+        )
+
+    @property
     def each(self) -> tuple[Placement, ...]:
         """One placement for each node."""
         return self.nodes or (self,)
@@ -177,8 +194,10 @@ def claimed_placement(
     programs = Programs.find(bin_dir)
     combination = made_for(gpu_names(gpus.all) if device == "cuda" else (), env)
     with ExitStack() as held:
-        free = held.enter_context(reserved_ports(len(request.frozen) + (2 if sharing.free_ports else 0)))
-        ports = Ports(frozen=free[: len(request.frozen)])
+        more = request.train - 1 if sharing.shares_gpus else 0
+        of_frozen = len(request.frozen)
+        free = held.enter_context(reserved_ports(of_frozen + more + (2 if sharing.free_ports else 0)))
+        ports = Ports(frozen=free[:of_frozen], more_servers=free[of_frozen : of_frozen + more])
         if sharing.free_ports:
             ports = replace(ports, inference=free[-2], broadcast=free[-1])
         yield Placement(
@@ -225,22 +244,28 @@ def _assigned(request: ResourceRequest, sharing: Sharing, ids: tuple[str, ...]) 
     named = (request.infer_ids, request.train_ids)
     if named == (None, None) and sharing.exact_gpus:
         _check_exact(request, sharing, ids)
-    if named == (None, None) and sharing.single_gpu:
+    if named == (None, None) and sharing.shares_gpus:
         if not ids:
-            raise DeviceError("single-GPU mode needs 1 GPU, but none can be used here")
-        both = assign_gpus(ids, 1, 0, frozen=request.frozen)
+            raise DeviceError(f"{_sharing_mode(request.train)}, but none can be used here")
+        both = assign_gpus(ids, request.train, 0, frozen=request.frozen)
         return replace(both, trainer=both.inference)
     return assign_gpus(ids, request.infer, request.train, *named, frozen=request.frozen)
 
 
+def _sharing_mode(gpus: int, of_frozen: str = "") -> str:
+    if gpus == 1:
+        return f"single-GPU mode needs 1{of_frozen or ' GPU'}"
+    return f"{gpus} shared GPUs are needed{of_frozen}"
+
+
 def _check_exact(request: ResourceRequest, sharing: Sharing, ids: tuple[str, ...]) -> None:
     frozen = sum(request.frozen)
-    needed = (1 if sharing.single_gpu else request.infer + request.train) + frozen
+    needed = (request.train if sharing.shares_gpus else request.infer + request.train) + frozen
     if len(ids) == needed:
         return
     of_frozen = f" + {frozen} of judges and teacher" if frozen else ""
-    wanted = f"single-GPU mode needs 1{of_frozen}"
-    if not sharing.single_gpu:
+    wanted = _sharing_mode(request.train, of_frozen)
+    if not sharing.shares_gpus:
         wanted = f"{request.infer} inference + {request.train} training{of_frozen} GPUs are {needed}"
     raise DeviceError(
         f"{wanted}, but {len(ids)} can be used here ({','.join(ids) or 'none'}): "

@@ -164,7 +164,7 @@ def plan_rl(config: RLConfig, paths: RunPaths, placement: Placement, resume_step
     """Inference server (unless the config has none), orchestrator and the ranks of the trainer."""
     request, resume = rl_request(config), _resume_flags(config.trainer.ckpt, resume_step)
     infer_placements, train_placements = (
-        placement.each[: request.infer_nodes] or (placement,),
+        placement.each[: request.infer_nodes] or placement.servers,
         placement.each[request.infer_nodes :],
     )
     infer_at_once, train_at_once = _processes_at_once(request, config)

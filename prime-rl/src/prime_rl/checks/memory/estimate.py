@@ -390,10 +390,13 @@ def estimate_rl(
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
+        if infer == 0 and device == "cuda":
+            servers = processes  # one on each GPU
         limits = Limits(rollouts.seq_len, math.ceil(in_flight / max(1, servers)), max(1, servers))
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
-        left = room - engine.needed_bytes // processes if is_shared and room is not None else room
+        sharing = processes if device == "cpu" else 1
+        left = room - engine.needed_bytes // sharing if is_shared and room is not None else room
         if left is not None and room is not None and infer == 0 and device == "cuda" and rollouts.servers_sleep:
             kept = 0 if leaves_gpu else sum(map(resident_memory, trained)) + sum(reference.values())
             # Beside an awake engine is what the trainer keeps while it samples; its step is beside a sleeping one.
