@@ -274,9 +274,14 @@ def test_the_process_of_a_command_opens_the_config_once_and_parses_the_options_o
     assert parsed == 1
 
 
-def test_one_gpu_for_both(launches: Launches, rl_toml: Path, tmp_path: Path) -> None:
-    assert run("rl", rl_toml, "--output-dir", tmp_path / "out", "--single-gpu").exit_code == 0
-    assert launches.sharing == [shared(gpus=("0",), shares_gpus=True)]
+@pytest.mark.parametrize(("words", "gpus"), [(["--single-gpu"], ("0",)), (["--colocate", 2], ("0", "1"))])
+def test_gpus_for_both(
+    words: list[object], gpus: tuple[str, ...], launches: Launches, rl_toml: Path, tmp_path: Path
+) -> None:
+    assert run("rl", rl_toml, "--output-dir", tmp_path / "out", *words).exit_code == 0
+    assert launches.sharing == [shared(gpus=gpus, shares_gpus=True)]
+    refused = run("rl", rl_toml, "--output-dir", tmp_path / "other", *words, "--infer-gpus", 2)
+    assert refused.exit_code == 2
 
 
 def test_the_first_of_the_visible_ids_are_taken(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,21 @@ def test_rl_sends_weights_from_two_gpus_to_a_third(on_gpus: OnGpus, tmp_path: Pa
     assert "inference on GPU 0, trainer on GPU 1,2" in output
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert len([record for record in records if "reward/mean" in record]) == 3
+
+
+def test_on_each_of_two_gpus_a_server_and_a_process_of_the_trainer_take_turns(on_gpus: OnGpus, tmp_path: Path) -> None:
+    command = [PROGRAMS / "medarc_train", "rl", EXAMPLE / "rl_cpu.toml", "--device", "cuda", "--max-steps", "2"]
+    turns = ["--colocate", "2", "--max-async-level", "0", "--trainer.offload-while-sampling"]
+    turns += ["--inference.enable-sleep-mode", "--inference.backend", "embedded"]
+    output = on_gpus([*command, *turns, "--output-dir", tmp_path / "out"], gpus=2)
+    assert "inference on GPU 0,1, trainer on GPU 0,1" in output
+    for server in ("inference", "inference_1"):
+        log = (tmp_path / "out" / "logs" / f"{server}.log").read_text()
+        assert re.findall(r"Asleep|Weights: version \d", log) == ["Asleep", "Weights: version 1", "Asleep"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "perf/memory_while_sampling" in record]
+    assert len(steps) == 2
+    assert all(step["perf/memory_while_sampling"] < 0.1 * step["perf/peak_memory"] for step in steps)
 
 
 @pytest.mark.parametrize(
