@@ -152,6 +152,13 @@ def test_the_cheapest_settings_for_the_same_gpu_are_accepted_and_fit(
         assert answer(*run_words, f"--{key}={float(value) + 2}")["verdict"] != "fits"
 
 
+def test_answers_of_preferences_are_scored_as_in_rl(sft_toml: Path) -> None:
+    words = (sft_toml, "--gpu=80", "--gpus=1", "--model.lora.rank=8", "--model.debug.num-layers=1", *ONE_ROW)
+    (sft, dpo) = (answer("medarc_train", command, *words)["components"][0]["parts"] for command in ("sft", "dpo"))
+    # Float32 slices of the vocabulary for all tokens, and for two answers.
+    assert dpo["logits"] > 3 * 4 * 8192 * 2 * 8192 > sft["logits"]
+
+
 def test_adapters_on_a_small_gpu_are_trained_on_weights_in_4_bits(sft_toml: Path) -> None:
     words = ("sft", sft_toml, "--gpu", "16", "--gpus", "1", "--model.lora.rank", "16", "--model.ac.freq", "1")
     small = ("--data.batch-size", "1", "--data.micro-batch-size", "1", "--data.seq-len", "2048")

@@ -291,6 +291,9 @@ def estimate_sft(
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )
+    if _scores_answers(config):
+        fused = config.model.model_copy(update={"fused_lm_head_chunk_size": "auto"})
+        training = replace(training, model=fused, scores_answers=True)
     nodes = config.deployment.num_nodes if config.deployment.type == "multi_node" else 1
     room, engines = _room(gpu, device, processes // nodes), []
     if config.eval is not None and config.inference is not None:
@@ -313,6 +316,12 @@ def estimate_sft(
     trainer = _trainer([training], room, config.ckpt, beside)
     trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config)])
     return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
+
+
+def _scores_answers(config: SFTConfig) -> bool:
+    from prime_rl.configs.dpo import DPOConfig
+
+    return isinstance(config, DPOConfig)
 
 
 def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:

@@ -288,6 +288,8 @@ class Training:
     """Micro-batches that a process accumulates in a step; None if that depends on the data."""
     device: Device
     is_rl: bool
+    scores_answers: bool = False
+    """The loss is of log-probabilities of answers, as in RL."""
 
     @property
     def shards(self) -> int:
@@ -367,7 +369,7 @@ class Training:
 
     @cached_property
     def loss(self) -> LossMemory:
-        make = rl_loss if self.is_rl else sft_loss
+        make = rl_loss if self.is_rl or self.scores_answers else sft_loss
         lora = self.model.lora
         # With a tied head, its weight is the embedding's.
         trains_head = lora is None or any(_is_saved(lora, name) for name in self.shape.root if "norm" not in name)
