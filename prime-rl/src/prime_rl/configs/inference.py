@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -90,8 +91,10 @@ class ModelConfig(BaseModelConfig):
     """Chat template that replaces the model's own: Jinja text, the path of a file, or `chatml`."""
 
     language_model_only: bool = False
-    """Serve only the language model of a checkpoint with a vision tower: vLLM then loads no tower and refuses images.
-    The embedded engine never loads one."""
+    """Serve only the language model of a checkpoint with a vision tower: no tower is loaded, and images are refused."""
+
+    allowed_local_media_path: Path | None = None
+    """Folder with images that requests may name, as `file:///data/scans/7.png`. None: they send images as data URLs."""
 
     rope_scaling: dict[str, Any] | str | None = None
     """RoPE scaling, passed to vLLM. None takes the model's own."""
@@ -247,7 +250,8 @@ class InferenceConfig(RootConfig):
             table, _, leaf = key.rpartition(".")
             values[name] = getattr(getattr(self, table) if table else self, leaf)
         values |= {"host": self.server.address, "logprobs_mode": "processed_logprobs"}
-        dropped = {name for name in ("reasoning_parser", "rope_scaling", "chat_template") if values[name] is None}
+        optional = ("reasoning_parser", "rope_scaling", "chat_template", "allowed_local_media_path")
+        dropped = {name for name in optional if values[name] is None}
         return Namespace(**{name: value for name, value in values.items() if name not in dropped})
 
 

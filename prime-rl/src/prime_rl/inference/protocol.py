@@ -19,7 +19,8 @@ from prime_rl.utils.terminal import cut_inside
 # Limits on what one request may ask for. Requests beyond them are refused with status 4xx.
 
 
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 64 << 20
+"""Images in base64 are a third longer than their files."""
 BODY_TIMEOUT_S = 60.0
 """Time for a body to arrive after its headers."""
 
@@ -384,7 +385,7 @@ def check_template_kwargs(template_kwargs: dict[str, Any]) -> None:
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless every message has a role and text content."""
+    """Raise ValueError unless every message has a role, and text or parts of text and images."""
     if not messages:
         raise ValueError("`messages` is empty")
     for index, message in enumerate(messages):
@@ -396,8 +397,15 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         if content is None and message["role"] != "assistant":
             raise ValueError(f"messages[{index}] has no `content`")
         for part in content if isinstance(content, list) else []:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"messages[{index}].content has a part that is not text; this engine is text-only")
+            if not _is_part(part):
+                raise ValueError(f"messages[{index}].content has a part that is neither `text` nor `image_url`")
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    image = part.get("image_url")
+    return isinstance(image.get("url") if isinstance(image, dict) else image, str)
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

@@ -441,6 +441,32 @@ def with_urls(messages: Sequence[Any], urls: Sequence[str]) -> list[Any]:
     return [{**each, "content": changed(each.get("content"))} if hasattr(each, "get") else each for each in messages]
 
 
+def requested_bytes(url: str, folder: Path | None, limits: ImageLimits) -> bytes:
+    """The bytes of an image that a request to a server names: a data URL, or a `file:` URL of a file in `folder`.
+
+    Raises:
+        ImageFault: it is something else, cannot be read, or is too large. Nothing is fetched from the web.
+    """
+    scheme = _scheme(url)
+    if scheme == "data":
+        return _of_data_url(url, limits)
+    if scheme in ("http", "https"):
+        raise ImageFault(
+            f"{_shown(url)}: images are not fetched from the web: send a data URL, data:image/png;base64,…"
+        )
+    if scheme != "file":
+        raise ImageFault(f"{_shown(url)}: expected a data URL, data:image/png;base64,…")
+    if folder is None:
+        raise ImageFault(f"{_shown(url)}: this server reads no files (allowed_local_media_path): send a data URL")
+    try:
+        path = (folder / _path_in(url)).resolve()
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise ImageFault(f"{_shown(url)}: cannot be read: {error}") from error
+    if not path.is_relative_to(folder.resolve()):
+        raise ImageFault(f"{_shown(url)}: it is not in the folder of allowed_local_media_path: send a data URL")
+    return _read(path, _shown(url), limits)
+
+
 def located(source: Any, folder: Path) -> str | bytes:
     """A source that `read_image` has read from `folder`, for a reader that does not know the folder."""
     if isinstance(source, Mapping):  # as `datasets` stores images

@@ -8,22 +8,26 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from prime_rl.checks.chat_templates import tool_call_parser
 from prime_rl.checks.engines import context_fault
+from prime_rl.checks.model_description import VISION_FAMILIES
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.engine.cache import KVSlots
 from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.lora import AdapterLimits
-from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config
+from prime_rl.inference.embedded.engine.model import ModelRunner, load_model, model_config, tower_of
 from prime_rl.inference.embedded.engine.scheduler import EngineLimits
-from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, generation_defaults, load_text
+from prime_rl.inference.embedded.engine.text import TOOL_PARSERS, Text, generation_defaults, load_text
+from prime_rl.inference.embedded.engine.vision import ImageStore
 from prime_rl.inference.embedded.errors import EngineError
-from prime_rl.inference.embedded.http.service import ServedModel, Service
+from prime_rl.inference.embedded.http.service import ServedImages, ServedModel, Service
 from prime_rl.inference.model_files import DEFAULT_MAX_RANK
 from prime_rl.run.process import wait_for_clearance
+from prime_rl.transport.language_part import part_of
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.limits import usable_cpus, usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 
@@ -125,25 +129,46 @@ def start_service(config: InferenceConfig) -> Service:
         _use_cores_of(config.parallel.tp * config.parallel.dp)
     model, directory = load_model(name, config.model.dtype, device, trust, max_model_len)
     budget = _cache_budget(device, config.gpu_memory_utilization)
+    defaults = generation_defaults(directory)
+    text = load_text(name, trust, defaults, config.model.chat_template)
+    text.refuse_endless_template()
+    images = _images(config, model, text)
     runner = ModelRunner(
         model,
         budget.num_bytes,
         directory,
         enforce_eager=config.model.enforce_eager,
         keeps_routes=config.enable_return_routed_experts,
+        tower=None if images.store is None else tower_of(model, images.store.reader.family),
     )
     if shortage := budget.shortage(runner.slots, config.model.max_model_len, max_model_len):
         get_logger().warning(shortage)
-    defaults = generation_defaults(directory)
-    text = load_text(name, trust, defaults, config.model.chat_template)
-    text.refuse_endless_template()
     served = ServedModel(name, max_model_len, runner.vocab_size, defaults)
     if texts := served.default_texts():
         get_logger().info(f"Defaults of requests, from the model's generation_config.json: {', '.join(texts)}")
     parser = TOOL_PARSERS.get(tool_call_parser(config.model, text.template) or "")
     engine = _engine(config, runner)
     engine.weight_source.from_trainer = config.weight_broadcast.type == "nccl"
-    return Service(engine, text, served, random.Random(config.seed), parser, config.enable_sleep_mode)
+    return Service(engine, text, served, random.Random(config.seed), parser, config.enable_sleep_mode, images)
+
+
+def _images(config: InferenceConfig, model: PreTrainedModel, text: Text) -> ServedImages:
+    """What reads the images of requests. If a model with a vision tower gets text alone, a warning says why."""
+    name, folder = config.model.name, config.model.allowed_local_media_path
+    if part_of(model) is None:
+        return ServedImages()
+    if config.model.language_model_only:
+        return ServedImages(fault="language_model_only = true")
+    try:
+        family = model_config(name).model_type
+        if family not in VISION_FAMILIES:
+            raise StartFault(
+                f"the embedded engine reads those of {', '.join(sorted(VISION_FAMILIES))}, not of {family}"
+            )
+        return ServedImages(ImageStore(text.image_reader(name)), folder=folder)
+    except StartFault as fault:
+        get_logger().warning(f"Requests with images are refused: {fault}")
+        return ServedImages(fault=str(fault))
 
 
 def _engine(config: InferenceConfig, runner: ModelRunner) -> Engine:

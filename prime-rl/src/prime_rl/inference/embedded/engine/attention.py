@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,7 +79,10 @@ class PromptBatch:
         num_cached: SequenceOf[int],
         offset: int,
         device: torch.device,
+        last_seen: SequenceOf[np.ndarray | None] = (),
     ) -> None:
+        """`last_seen`: of each prompt, the position of the last token that each one to prefill attends to, which may
+        be behind it; None if that is itself."""
         self.rows = on_device(rows, device)
         self.width = max(lengths)
         starts = offset + torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -92,6 +96,15 @@ class PromptBatch:
         self.has_cached = any(num_cached)
         """Whether any prompt has cached tokens in its row."""
         self.positions = to_device(torch.tensor(num_cached)[:, None] + columns, device)
+        self.last_seen = self.positions
+        self.sees_ahead = any(each is not None for each in last_seen)
+        """Whether any token attends to one behind it."""
+        if self.sees_ahead:
+            last = torch.tensor(num_cached)[:, None] + columns
+            for index, each in enumerate(last_seen):
+                if each is not None:
+                    last[index, : len(each)] = torch.from_numpy(each)
+            self.last_seen = to_device(last, device)
         self.total = max(count + length for count, length in zip(num_cached, lengths, strict=True))
         self._visible: dict[int | None, Tensor] = {}
         self._bands: dict[int, Tensor] = {}
@@ -99,11 +112,23 @@ class PromptBatch:
     def visible(self, window: int | None) -> Tensor:
         """Boolean mask [P, 1, width, total]: the stored tokens that each padded token attends to."""
         if window not in self._visible:
-            self._visible[window] = _visible(self.positions, self.total, window)[:, None]
+            self._visible[window] = self.visible_to(slice(None), self.total, window)
         return self._visible[window]
 
+    def visible_to(self, block: slice, length: int, window: int | None) -> Tensor:
+        """The same for some of the tokens, and the first `length` stored ones."""
+        seen = _visible(self.last_seen[:, block], length, None)
+        if window is not None:
+            seen &= torch.arange(length, device=seen.device) > self.positions[:, block, None] - window
+        return seen[:, None]
+
     def band(self, window: int | None) -> Tensor | None:
-        """Boolean mask [width, width] of a window among a prompt's own tokens; None if the window reaches them all."""
+        """Boolean mask of a window among a prompt's own tokens; None if they attend to all before them, and no other.
+
+        It is the same [width, width] for all prompts, unless tokens attend to others behind them.
+        """
+        if self.sees_ahead:
+            return self.visible(window)
         if window is None or window >= self.width:
             return None
         if window not in self._bands:
@@ -275,7 +300,7 @@ def _prefill(
     if scoring.is_plain:
         attended = _fused(query, key, value, prompts.band(scoring.window), scoring.scaling)
     else:
-        attended = _in_blocks(query, key, value, prompts.positions, scoring)
+        attended = _in_blocks(query, key, value, prompts, scoring)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
@@ -293,7 +318,7 @@ def _extend(
     if scoring.is_plain:
         attended = _fused(query, keys, values, prompts.visible(scoring.window), scoring.scaling)
     else:
-        attended = _in_blocks(query, keys, values, prompts.positions, scoring)
+        attended = _in_blocks(query, keys, values, prompts, scoring)
     return attended.transpose(1, 2)[prompts.places].flatten(1)
 
 
@@ -318,11 +343,8 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
     )
 
 
-def _in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scoring: Scoring) -> Tensor:
-    """As `_fused`, for scores that PyTorch's kernels do not have: plain products, for a block of queries at a time.
-
-    `positions` [P, width] are those of the queries.
-    """
+def _in_blocks(query: Tensor, keys: Tensor, values: Tensor, batch: PromptBatch, scoring: Scoring) -> Tensor:
+    """As `_fused`, for scores that PyTorch's kernels do not have: plain products, for a block of queries at a time."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = _repeated(keys, groups), _repeated(values, groups)
     prompts, heads, width, _ = query.shape
@@ -331,7 +353,7 @@ def _in_blocks(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, s
     for start in range(0, width, step):
         block = slice(start, start + step)
         scores = (query[:, :, block] * scoring.scaling) @ keys.mT
-        visible = _visible(positions[:, block], keys.shape[2], scoring.window)[:, None]
+        visible = batch.visible_to(block, keys.shape[2], scoring.window)
         parts.append(scoring.weights(scores, _hidden_mask(visible, scores.dtype)) @ values)
     return torch.cat(parts, 2)
 

@@ -191,7 +191,8 @@ BLOCK_TOKENS = 16
 class CachedPrefix:
     """The keys and values of a finished sequence."""
 
-    tokens: list[int]
+    tokens: SequenceOf[int]
+    """Those of images are the images themselves: `Sequence.identity`."""
     owner: object
     """The adapter that computed it; None is the base model."""
     tensors: list[Tensor]
@@ -245,22 +246,22 @@ class PrefixCache:
             or sequence.request.wants_prompt_logprobs
         ):
             return None
-        request = sequence.request
+        request, tokens = sequence.request, sequence.identity
         for row, other in enumerate(running):
-            same = other.request.prompt == request.prompt and other.request.adapter is request.adapter
+            same = other.request.identity == request.identity and other.request.adapter is request.adapter
             if same and other.epoch == self.epoch:
                 return Match(min(limit, len(request.prompt)), row)
         found: CachedPrefix | None = None
         length = 0
-        for key in _block_keys(sequence.tokens, request.adapter):
+        for key in _block_keys(tokens, request.adapter):
             if (entry := self._index.get(key)) is None:
                 break
             found = entry
             length += BLOCK_TOKENS
-        if found is None or found.owner is not request.adapter or found.tokens[:length] != sequence.tokens[:length]:
+        if found is None or found.owner is not request.adapter or found.tokens[:length] != tokens[:length]:
             return None
         end = min(limit, len(found.tokens))
-        while length < end and found.tokens[length] == sequence.tokens[length]:
+        while length < end and found.tokens[length] == tokens[length]:
             length += 1
         return Match(min(length, limit), found)
 
@@ -282,7 +283,7 @@ class PrefixCache:
         while self.size_bytes + size_bytes > self.budget_bytes:
             self._drop_oldest()
         owner = sequence.request.adapter
-        tokens = sequence.tokens[:length]
+        tokens = sequence.identity[:length]
         entry = CachedPrefix(tokens, owner, self.slots.read_row(row, length), list(_block_keys(tokens, owner)))
         self._entries[id(entry)] = entry
         self._index.update(dict.fromkeys(entry.keys, entry))

@@ -10,12 +10,16 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine.tensors import on_device
+
+if TYPE_CHECKING:
+    from prime_rl.inference.embedded.engine.vision import PromptImages
 
 FEWEST_ROWS = 32
 """With fewer rows, a layer's rows stay in the processor's cache and sharing gains nothing."""
@@ -30,6 +34,12 @@ class Origin:
 
     number: int
     length: int
+    images: PromptImages | None = field(default=None, compare=False)
+
+    @property
+    def shift(self) -> int:
+        """What tokens behind the prompt add to their place to have their position."""
+        return 0 if self.images is None else self.images.shift
 
 
 class CommonStart:

@@ -67,17 +67,17 @@ class StaticStep:
         self._slots = slots
         self._rows, self._length = shape
         self._adapters = StepAdapters.from_owners([adapter], [self._rows], slots.device)
-        self._inputs = torch.zeros(2, self._rows, dtype=torch.long, device=slots.device)
+        self._inputs = torch.zeros(3, self._rows, dtype=torch.long, device=slots.device)
 
-    def load(self, tokens: SequenceOf[int], positions: SequenceOf[int]) -> None:
-        """Set the inputs of the next computation."""
+    def load(self, tokens: SequenceOf[int], places: SequenceOf[int], positions: SequenceOf[int] = ()) -> None:
+        """Set the inputs of the next computation. Positions are the places in the slots, unless images changed them."""
         padding = [0] * (self._rows - len(tokens))
-        fill(self._inputs, [[*tokens, *padding], [*positions, *padding]])
+        fill(self._inputs, [[*each, *padding] for each in (tokens, places, positions or places)])
 
     def compute(self) -> Tensor:
         """Store the tokens' keys and values, and return the last layer's hidden states [B, H]."""
-        tokens, positions = self._inputs.unbind()
-        step = SlotStep(self._slots, positions, None, self._adapters, decode_length=self._length)
+        tokens, places, positions = self._inputs.unbind()
+        step = SlotStep(self._slots, places, None, self._adapters, decode_length=self._length)
         return self._decoder.hidden(step, tokens, positions)
 
 
@@ -106,24 +106,29 @@ class DecodeGraphs:
         self._asked: Counter[_Key] = Counter()
 
     def hidden(
-        self, tokens: SequenceOf[int], positions: SequenceOf[int], adapter: Adapter | None = None
+        self,
+        tokens: SequenceOf[int],
+        places: SequenceOf[int],
+        adapter: Adapter | None = None,
+        positions: SequenceOf[int] = (),
     ) -> Tensor | None:
         """Hidden states [B, H] of the running sequences' last tokens; None if the step is to be computed without.
 
-        `adapter` is that of all sequences. The result is valid until the next call.
+        `adapter` is that of all sequences. `positions`: as in `StaticStep.load`. The result is valid until the next
+        call.
         """
         if self.is_off:
             return None
         if self._slots.generation != self._generation:
             self.clear()
-        key = self.shape_of(len(tokens), max(positions) + 1), adapter
+        key = self.shape_of(len(tokens), max(places) + 1), adapter
         recorded = self._recorded.get(key)
         if recorded is None or recorded.layers is not _layers_of(adapter):
-            recorded = self._record(key, tokens, positions)
+            recorded = self._record(key, tokens, places)
         if recorded is None:
             return None
         self._recorded.move_to_end(key)
-        recorded.step.load(tokens, positions)
+        recorded.step.load(tokens, places, positions)
         self.num_replayed += 1
         return recorded.replay()[: len(tokens)]
 
@@ -136,7 +141,7 @@ class DecodeGraphs:
         padded = 1 << (rows - 1).bit_length() if rows <= _ROW_STEP else rounded_up(rows, _ROW_STEP, 8)
         return min(padded, self._slots.rows), min(rounded_up(length, _LENGTH_STEP, 4), self._slots.length)
 
-    def _record(self, key: _Key, tokens: SequenceOf[int], positions: SequenceOf[int]) -> _Recorded | None:
+    def _record(self, key: _Key, tokens: SequenceOf[int], places: SequenceOf[int]) -> _Recorded | None:
         """Record a shape that occurs again, and compare its first replay with an ordinary computation."""
         shape, adapter = key
         self._drop_unloaded()
@@ -148,7 +153,7 @@ class DecodeGraphs:
             return None
         step = StaticStep(self._decoder, self._slots, shape, adapter)
         try:
-            step.load(tokens, positions)
+            step.load(tokens, places)
             expected = step.compute()[: len(tokens)]
             if not expected.isfinite().all():
                 return None

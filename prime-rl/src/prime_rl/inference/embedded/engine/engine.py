@@ -313,7 +313,7 @@ class Engine:
             num_cached=prompts.num_cached,
             full_prompts=full,
             adapters=[sequence.request.adapter for sequence in (*running[:num_decode], *leaders)],
-            origins=[sequence.origin for sequence in running[:num_decode]],
+            origins=[sequence.origin for sequence in (*running[:num_decode], *leaders)],
         )
         for row, parts in zip(full, full_logits, strict=True):
             request = leaders[row].request

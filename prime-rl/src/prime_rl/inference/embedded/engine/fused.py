@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.inference.embedded.engine.attention import Scoring, SlotStep, attend
 from prime_rl.inference.embedded.engine.lora import Site, StepAdapters
+from prime_rl.inference.embedded.engine.vision import StepImages
 from prime_rl.utils.limits import usable_memory_bytes
 
 # Linear layers on a CPU through oneDNN, with prepacked weights and fused activations or sums.
@@ -200,10 +201,15 @@ class FusedDecoder:
         """Logits [N, V] of hidden states."""
         return self._head(_norm(hidden, self._model.norm))
 
-    def hidden(self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor) -> Tensor:
+    def hidden(
+        self, step: SlotStep, token_ids_N: Tensor, position_ids_N: Tensor, images: StepImages | None = None
+    ) -> Tensor:
         """The last layer's hidden states [N, H]."""
         hidden = embedding(token_ids_N, self._model.embed_tokens.weight)
-        rotary = self._rotary(hidden, position_ids_N)
+        rotary = self._rotary(hidden, position_ids_N, images)
+        deep = [] if images is None else images.features.deep
+        if images is not None:
+            hidden[images.places_F] = images.features.values_FH
         adapters = step.adapters
         for layer in self._layers:
             normed = _norm(hidden, layer.module.input_layernorm)
@@ -211,11 +217,20 @@ class FusedDecoder:
             normed = _norm(hidden, layer.module.post_attention_layernorm)
             gated = layer.up.mul(normed, layer.gate.silu(normed, adapters), adapters)
             hidden = layer.down.add(gated, hidden, adapters)
+            if images is not None and layer.index < len(deep):
+                hidden.index_add_(0, images.places_F, deep[layer.index])
         return hidden
 
-    def _rotary(self, hidden: Tensor, position_ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary(
+        self, hidden: Tensor, position_ids_N: Tensor, images: StepImages | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rotary cosine and sine [N, 1, D]. The minus sign of `(-x2, x1)` is folded into the sine."""
-        cosine, sine = (part[0][:, None] for part in self._model.rotary_emb(hidden[None], position_ids_N[None]))
+        if images is not None and images.rope_positions_3N is not None and images.axes_D is not None:
+            of_axes = self._model.rotary_emb(hidden[None], images.rope_positions_3N)
+            index_1ND = images.axes_D.expand(1, len(hidden), -1)
+            cosine, sine = (part.gather(0, index_1ND)[0][:, None] for part in of_axes)
+        else:
+            cosine, sine = (part[0][:, None] for part in self._model.rotary_emb(hidden[None], position_ids_N[None]))
         half = self._head_dim // 2
         return cosine, torch.cat((-sine[..., :half], sine[..., half:]), -1)
 

@@ -15,6 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.engine.common_start import Origin
     from prime_rl.inference.embedded.engine.lora import Adapter
+    from prime_rl.inference.embedded.engine.vision import PromptImages
 
 FinishReason = Literal["stop", "length"]
 TopLogprobs = list[tuple[int, float]]
@@ -129,6 +130,13 @@ class Sequence:
     """Number of sampled tokens that other threads may read. Updated after `completion`, so that readers see both."""
 
     @property
+    def identity(self) -> SequenceOf[int]:
+        """Its tokens, with images in place of theirs."""
+        if self.request.images is None:
+            return self.tokens
+        return [*self.request.identity, *self.tokens[len(self.request.prompt) :]]
+
+    @property
     def num_generated(self) -> int:
         return len(self.logprobs)
 
@@ -189,6 +197,8 @@ class GenerationRequest:
     """One per sample; empty if there are no stop strings."""
     adapter: Adapter | None = None
     """None is the base model."""
+    images: PromptImages | None = None
+    """None if the prompt has none."""
     result: Future[Generation] = field(default_factory=Future)
     prompt_logprobs: list[PromptLogprob] | None = None
     on_progress: Callable[[], None] | None = None
@@ -204,6 +214,11 @@ class GenerationRequest:
             Sequence(self, self.params, random.Random((self.seed + index) % (1 << 64)), list(self.prompt), matcher)
             for index, matcher in enumerate(matchers)
         ]
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """The prompt, with images in place of their tokens. Equal for prompts with the same keys and values."""
+        return self.prompt if self.images is None else self.images.identity
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +27,15 @@ from prime_rl.inference.embedded.engine.fused import FusedDecoder
 from prime_rl.inference.embedded.engine.lora import Adapter, AdapterLimits, AdapterStore, LinearHooks, StepAdapters
 from prime_rl.inference.embedded.engine.states import StateLayers, TokenBatch
 from prime_rl.inference.embedded.engine.tensors import on_device
+from prime_rl.inference.embedded.engine.vision import PromptImages, StepImages, Tower, load_tower
 from prime_rl.inference.embedded.engine.weights import load_weights
 from prime_rl.inference.embedded.errors import EngineError
+from prime_rl.inference.model_files import mismatch_error
+from prime_rl.transport.images import Family
 from prime_rl.transport.language_part import language_config, part_of
 from prime_rl.transport.loading import (
     Alone,
+    Checkpoint,
     allocate,
     compute_buffers,
     fill,
@@ -130,6 +135,15 @@ TOKENS_AT_ONCE = 256
 """Tokens of a prompt of which logits are held at once: 160 MB in float32, for a vocabulary of 152,000."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The N tokens of a step: those of running sequences, then those of prompts."""
+
+    ids: list[int]
+    positions: list[int]
+    images: StepImages | None
+
+
 class ModelRunner:
     """A causal language model and the key-value slots of the running sequences."""
 
@@ -141,9 +155,10 @@ class ModelRunner:
         find_common_start: FindCommonStart = CommonStart.from_origins,
         enforce_eager: bool = False,
         keeps_routes: bool = False,
+        tower: Tower | None = None,
     ) -> None:
         """`enforce_eager` turns off CUDA graphs, which on a GPU replay steps that only decode. `keeps_routes`: the
-        slots also hold the experts that each token was routed to.
+        slots also hold the experts that each token was routed to. `tower` reads the images of prompts.
 
         Raises:
             EngineError: the model is not supported, or has no routes to keep.
@@ -155,7 +170,10 @@ class ModelRunner:
         """Directory of the initial weights; None if they cannot be reloaded."""
         self.slots = KVSlots(kv_budget_bytes, model.device)
         self._fused = FusedDecoder(model) if FusedDecoder.supports(model) else None
-        self._residence = Residence([model], [], model.device)
+        self._tower = tower
+        self._residence = Residence([model] if tower is None else [model, tower.whole], [], model.device)
+        if tower is not None and tower.family.has_rope_positions and self._fused is None:
+            raise EngineError("the positions of images of this model are not supported: set language_model_only = true")
         self._hooks = LinearHooks()
         self.state_layers = StateLayers(model, self.slots, lambda: self._hooks)
         """Layers of a hybrid model that keep a state in the slots; none in others."""
@@ -204,7 +222,13 @@ class ModelRunner:
         Raises:
             WeightError: the tensors do not fit the model. The old weights then stay live.
         """
+        try:
+            of_tower = None if self._tower is None else self._tower.planned(tensors)
+        except StartFault as fault:
+            raise mismatch_error(source, str(fault)) from fault
         load_weights(self.model, tensors, source)
+        if self._tower is not None and of_tower is not None:
+            self._tower.load(of_tower)
         if self._fused is not None:
             self._fused.refresh()
 
@@ -214,6 +238,8 @@ class ModelRunner:
         self.slots.free()
         if self.graphs is not None:
             self.graphs.clear()
+        if self._tower is not None:
+            self._tower.forget()
         self._residence.leave()
 
     @torch.inference_mode(mode=False)
@@ -241,7 +267,8 @@ class ModelRunner:
             num_cached: number of tokens of each prompt that are in its row already; empty means none.
             full_prompts: indices into `prompts` of those whose logits are needed at every position.
             adapters: adapter of each running sequence, then of each prompt; empty means none.
-            origins: prompt origin of each running sequence; empty disables shared-prefix attention.
+            origins: prompt origin of each running sequence, then of each prompt, with their images; empty means none,
+                and disables shared-prefix attention.
 
         Returns:
             Next-token logits [running + prompts, V], and the logits [length - 1, V] of each full prompt, in parts:
@@ -249,13 +276,19 @@ class ModelRunner:
         """
         num_cached = num_cached or [0] * len(prompts)
         lengths = [len(tokens) - count for tokens, count in zip(prompts, num_cached, strict=True)]
-        positions = [len(tokens) - 1 for tokens in running]
+        of_running, of_prompts = origins[: len(running)], origins[len(running) :]
+        images = [None if each is None else each.images for each in of_prompts] or [None] * len(prompts)
+        places = [len(tokens) - 1 for tokens in running]
+        shifts = [0 if each is None else each.shift for each in of_running] or [0] * len(running)
+        positions = [place + shift for place, shift in zip(places, shifts, strict=True)]
         flat = [tokens[-1] for tokens in running]
-        if not prompts and (logits := self._replayed(flat, positions, adapters)) is not None:
+        if not prompts and (logits := self._replayed(flat, places, positions, adapters)) is not None:
             return logits, []
-        batch = PromptBatch(prompt_rows, lengths, num_cached, len(flat), self.device) if prompts else None
+        read = [(of, count, len(tokens)) for of, count, tokens in zip(images, num_cached, prompts, strict=True)]
+        batch = self._prompt_batch(prompt_rows, read, len(flat)) if prompts else None
         step_adapters = StepAdapters.from_owners(adapters, [1] * len(flat) + lengths, self.device)
-        step = SlotStep(self.slots, positions, batch, step_adapters, self._common_start(origins))
+        step = SlotStep(self.slots, places, batch, step_adapters, self._common_start(of_running))
+        step_images = None if self._tower is None else self._tower.step(read, positions)
         batches: list[TokenBatch] = []
         if self.state_layers:
             assert not any(num_cached), "a state cannot be cut back to a prefix"
@@ -264,33 +297,45 @@ class ModelRunner:
         spans = []
         for tokens, count in zip(prompts, num_cached, strict=True):
             flat.extend(tokens[count:])
+            places.extend(range(count, len(tokens)))
             positions.extend(range(count, len(tokens)))
             spans.append((start, len(flat) - 1))
             wanted.append(len(flat) - 1)
             start = len(flat)
         num_next = len(wanted)
-        places = []
+        starts = []
         for index in full_prompts:
-            places.append(len(wanted))
+            starts.append(len(wanted))
             wanted.extend(range(*spans[index]))
         routing = Routing()
         with self.state_layers.on(batches), nullcontext() if self.routers is None else self.routers.on(routing):
-            logits_at = self._logits(step, flat, positions, wanted)
+            logits_at = self._logits(step, Tokens(flat, positions, step_images), wanted)
         if self.routers is not None:
             rows = [
                 *range(len(running)),
                 *(row for row, count in zip(prompt_rows, lengths, strict=True) for _ in range(count)),
             ]
-            self._keep_routes(self.routers, routing, rows, positions)
-        full = [_in_parts(logits_at, *ends) for ends in pairwise([*places, len(wanted)])]
+            self._keep_routes(self.routers, routing, rows, places)
+        full = [_in_parts(logits_at, *ends) for ends in pairwise([*starts, len(wanted)])]
         return logits_at(slice(num_next)), full
 
-    def _replayed(self, tokens: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]) -> Tensor | None:
+    def _prompt_batch(
+        self, rows: SequenceOf[int], read: SequenceOf[tuple[PromptImages | None, int, int]], offset: int
+    ) -> PromptBatch:
+        """The prompts in slot rows, of which images and places [begin, end) are `read`, behind `offset` tokens."""
+        seen = [None if of is None or of.last_seen_T is None else of.last_seen_T[begin:end] for of, begin, end in read]
+        begins = [begin for _, begin, _ in read]
+        return PromptBatch(rows, [end - begin for _, begin, end in read], begins, offset, self.device, seen)
+
+    def _replayed(
+        self, tokens: list[int], places: list[int], positions: list[int], adapters: SequenceOf[Adapter | None]
+    ) -> Tensor | None:
         """Logits [B, V] of a step that only decodes; None if it is not replayed."""
         used = set(adapters) or {None}
         if self._fused is None or self.graphs is None or len(used) > 1:
             return None
-        hidden = self.graphs.hidden(tokens, positions, *used)
+        (adapter,) = used
+        hidden = self.graphs.hidden(tokens, places, adapter, positions)
         return None if hidden is None else self._fused.head(hidden)
 
     def _keep_routes(self, routers: Routers, routing: Routing, rows: list[int], positions: list[int]) -> None:
@@ -321,22 +366,25 @@ class ModelRunner:
             self._shared = self._find_common_start(found, self.device) if len(found) == len(origins) else None
         return self._shared
 
-    def _logits(
-        self, step: SlotStep, tokens: list[int], positions: list[int], wanted: list[int]
-    ) -> Callable[[slice], Tensor]:
+    def _logits(self, step: SlotStep, tokens: Tokens, wanted: list[int]) -> Callable[[slice], Tensor]:
         """A function that computes logits [W, V] of a part of the indices `wanted` of the N tokens.
 
         Transformers' own forward pass computes all of them at once.
         """
-        token_ids = on_device(tokens, self.device)
-        position_ids = on_device(positions, self.device)
+        token_ids, images = on_device(tokens.ids, self.device), tokens.images
+        position_ids = on_device(tokens.positions, self.device)
         wanted_index = on_device(wanted, self.device)
         if self._fused is not None:
-            decoder, hidden = self._fused, self._fused.hidden(step, token_ids, position_ids)[wanted_index]
+            decoder, hidden = self._fused, self._fused.hidden(step, token_ids, position_ids, images)[wanted_index]
             return lambda part: decoder.head(hidden[part])
         self._hooks.current = step.adapters
+        given = {"input_ids": token_ids[None]}
+        if images is not None:
+            embeddings = self.model.get_input_embeddings()(token_ids)
+            embeddings[images.places_F] = images.features.values_FH
+            given = {"inputs_embeds": embeddings[None]}
         output = self.model(
-            input_ids=token_ids[None],
+            **given,
             position_ids=position_ids[None],
             use_cache=False,
             logits_to_keep=wanted_index,
@@ -420,6 +468,21 @@ def load_model(
         fix_rotary_lengths(model, length)
         check_positions(model, length)
     return model, directory
+
+
+def tower_of(model: PreTrainedModel, family: Family) -> Tower:
+    """The vision tower of the checkpoint whose language part `model` is.
+
+    Raises:
+        EngineError: its files have none.
+    """
+    part = part_of(model)
+    assert part is not None, "it has been loaded as a part"
+    try:
+        files = Checkpoint.open(sorted(part.folder.glob("*.safetensors")))
+        return load_tower(AutoConfig.from_pretrained(part.folder), family, files.tensors, model.dtype, model.device)
+    except (OSError, ValueError, SafetensorError, StartFault) as exc:
+        raise EngineError(f"cannot load the vision tower of {str(part.folder)!r}: {first_line(exc)}") from exc
 
 
 def _quantized(name: str, options: Mapping[str, Any], *, is_part: bool) -> PreTrainedModel:

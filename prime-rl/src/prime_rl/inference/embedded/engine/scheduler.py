@@ -138,7 +138,8 @@ class Scheduler:
         origins = {_origin_key(sequence): sequence.origin for sequence in self.running if sequence.origin is not None}
         for sequence in sequences:
             sequence.epoch = self.prefixes.epoch
-            fresh = Origin(next(self._numbers), len(sequence.request.prompt))
+            request = sequence.request
+            fresh = Origin(next(self._numbers), len(request.prompt), request.images)
             sequence.origin = origins.setdefault(_origin_key(sequence), fresh)
         for row, match in matches:
             if match is not None:
@@ -171,10 +172,10 @@ class Scheduler:
 
 def _origin_key(sequence: Sequence) -> tuple[object, ...]:
     """A key that is equal for sequences whose prompts have the same keys and values."""
-    return sequence.epoch, id(sequence.request.adapter), sequence.request.prompt
+    return sequence.epoch, id(sequence.request.adapter), sequence.request.identity
 
 
 def _prefill_key(sequence: Sequence) -> tuple[object, ...]:
     """A key that is equal for sequences that can share a prefill. Requests for prompt log-probabilities never share."""
     request = sequence.request
-    return (*sequence.tokens, id(request.adapter), id(request) if request.wants_prompt_logprobs else None)
+    return (*sequence.identity, id(request.adapter), id(request) if request.wants_prompt_logprobs else None)

@@ -18,13 +18,17 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from prime_rl.checks.chat_templates import read_template
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.inference.embedded.errors import EngineError, TemplateFailed
+from prime_rl.transport.images import ImageReader, image_reader
 from prime_rl.utils.conversations import plain_messages
 from prime_rl.utils.errors import StartFault, first_line
+from prime_rl.utils.images import is_image
 
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES = 4
 """Bytes of a character in UTF-8, and so the largest number of tokens that it takes."""
 _SHORT = [{"role": "user", "content": "hello"}]
+_WORD = "hello"
+_WITH_IMAGE = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": _WORD}]}]
 
 
 class Text:
@@ -34,6 +38,9 @@ class Text:
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}
         self.eos_token_ids = eos_token_ids
+        self.is_in_parts = False
+        """Whether the chat template gets the content of every message as a list of parts, as in training with images.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
             # Set only here: changing them while another thread decodes raises "Already borrowed".
@@ -66,6 +73,8 @@ class Text:
         """
         try:
             plain = plain_messages(messages, self.template)
+            if self.is_in_parts:
+                plain = [message | {"content": _parts_of(message["content"])} for message in plain]
             rendered = self._tokenizer.apply_chat_template(
                 plain, tools=[dict(tool) for tool in tools] if tools else None, tokenize=False, **template_kwargs
             )
@@ -74,6 +83,27 @@ class Text:
         except Exception as exc:  # a template computes with what the request says, so anything can fail
             raise TemplateFailed(f"The chat template rejected the messages: {exc!r}") from exc
         return str(rendered)
+
+    def image_reader(self, name: str) -> ImageReader:
+        """The reader of images of the checkpoint `name`. From now on the chat template gets parts.
+
+        Raises:
+            StartFault: the checkpoint has no image processor, or the template writes no images.
+        """
+        try:
+            reader = image_reader(name, self._tokenizer)
+        except (OSError, ValueError, KeyError, ImportError) as exc:
+            raise StartFault(first_line(exc)) from exc
+        self.is_in_parts = True
+        try:
+            with time_limit(MAX_RENDER_S):
+                written = self.render_chat(_WITH_IMAGE, None, {"add_generation_prompt": True})
+        except (TemplateFailed, OutOfTime) as exc:
+            written = str(exc)
+        if written.count(reader.family.placeholder) != 1 or _WORD not in written or "'text'" in written:
+            self.is_in_parts = False
+            raise StartFault(f"its chat template does not write {reader.family.placeholder} for an image")
+        return reader
 
     def refuse_endless_template(self, limit_s: float = MAX_RENDER_S) -> None:
         """Render a short message. A template that refuses it may render others.
@@ -108,6 +138,13 @@ class Text:
 
     def stop_matcher(self, stops: Sequence[str], skip_special_tokens: bool) -> StopStringMatcher:
         return StopStringMatcher(stops, lambda token_ids: self.decode(token_ids, skip_special_tokens))
+
+
+def _parts_of(content: Any) -> list[Any]:
+    """The content of a message as parts, of which those with an image only say that it is here."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{"type": "image"} if is_image(part) else part for part in content]
 
 
 class IncrementalDetokenizer:

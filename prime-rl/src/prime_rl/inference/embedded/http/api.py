@@ -52,6 +52,7 @@ from prime_rl.inference.protocol import (
 from prime_rl.inference.rendering import in_time
 from prime_rl.monitors.prometheus import exposition
 from prime_rl.transport.endpoints import TransportError
+from prime_rl.utils.images import image_parts
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ _INLINE_BYTES = 64 << 10
 """A smaller body is parsed and tokenized on the event loop, in a few milliseconds: a thread would only add latency."""
 _INLINE_S = 0.5
 """Time to prepare a request on the event loop. One that takes longer, and all after it, are prepared in threads."""
+_SLOW_BYTES = _INLINE_BYTES + 1
+"""Counts for a request with images, however short: a small file may hold many pixels."""
 _NUM_THREADS = 4
 _BYTES_PER_TOKEN = 32
 
@@ -175,7 +178,7 @@ class Api:
             counted = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
             return _json(counted | {"token_strs": strings})
 
-        return await self._prepared(len(raw), answer)
+        return await self._prepared(_SLOW_BYTES if image_parts(body.messages) else len(raw), answer)
 
     async def update_weights(self, request: Request) -> Response:
         body = parse_body(UpdateWeightsBody, await request.body())
@@ -250,7 +253,8 @@ class Api:
         parser = service.parser_for(body)
         if parser is not None and parser.needs_special_tokens:
             body = body.model_copy(update={"skip_special_tokens": False})
-        wanted = await self._prepared(len(raw), lambda: service.chat_requests(body))
+        size_bytes = _SLOW_BYTES if image_parts(body.messages) else len(raw)
+        wanted = await self._prepared(size_bytes, lambda: service.chat_requests(body))
         if body.stream:
             return _stream(service, body, wanted, ChatChunks(body, service.text, parser))
         answered = await _generate(service, request, wanted)

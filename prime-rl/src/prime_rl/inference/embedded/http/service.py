@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
@@ -13,6 +14,7 @@ from prime_rl.inference.embedded.engine.engine import Engine
 from prime_rl.inference.embedded.engine.generation import GenerationRequest, SamplingParams
 from prime_rl.inference.embedded.engine.lora import Adapter
 from prime_rl.inference.embedded.engine.text import Text, ToolParser
+from prime_rl.inference.embedded.engine.vision import ImageStore, ReadImage
 from prime_rl.inference.embedded.errors import TemplateFailed
 from prime_rl.inference.protocol import (
     CONTEXT_LENGTH_MESSAGE,
@@ -25,6 +27,7 @@ from prime_rl.inference.protocol import (
     TokensBody,
     check_token_ids,
 )
+from prime_rl.utils.images import ImageFault, image_parts, requested_bytes
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default `max_tokens` for text completions. Chats default to the model's own limit, or to the rest of the
@@ -50,6 +53,39 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedImages:
+    """What reads the images of requests."""
+
+    store: ImageStore | None = None
+    fault: str = "the model has no vision tower"
+    """Why there is no store."""
+    folder: Path | None = None
+    """Where files are that requests may name; None: they send images as data URLs."""
+
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ReadImage]:
+        """The images of a conversation, in order.
+
+        Raises:
+            RequestError: one of them cannot be used, or there are too many.
+        """
+        parts = image_parts(messages)
+        if not parts:
+            return []
+        if self.store is None:
+            raise RequestError(f"This server reads text alone: {self.fault}", param="messages")
+        if len(parts) > (most := self.store.limits.max_images):
+            raise RequestError(f"messages: {len(parts)} images; at most {most} are read", param="messages")
+        images = []
+        for number, part in enumerate(parts, start=1):
+            try:
+                images.append(self.store.read(requested_bytes(part.source, self.folder, self.store.limits)))
+            except ImageFault as fault:
+                where = f"messages[{part.message - 1}]: image {number}"
+                raise RequestError(f"{where}: {fault}", param="messages") from fault
+        return images
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """A running engine with its tokenizer, model properties and tool-call parser."""
 
@@ -62,6 +98,7 @@ class Service:
     """Parser for tool calls; None if the server was started without one."""
     may_sleep: bool = False
     """Whether the config allows `/sleep`."""
+    images: ServedImages = field(default_factory=ServedImages)
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -82,8 +119,8 @@ class Service:
             raise RequestError(f"The model `{name}` does not exist; this server serves {served}.", 404, "model")
         return adapters[name]
 
-    def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
-        """Token ids of the messages, rendered with the chat template."""
+    def chat_prompt(self, body: ChatBody | TokenizeBody, images: Sequence[ReadImage]) -> list[int]:
+        """Token ids of the messages, rendered with the chat template. `images` are theirs."""
         flags: dict[str, Any] = {
             "add_generation_prompt": body.add_generation_prompt,
             "continue_final_message": body.continue_final_message,
@@ -93,6 +130,11 @@ class Service:
             rendered = self.text.render_chat(body.messages or [], body.tools, flags | body.chat_template_kwargs)
         except TemplateFailed as exc:
             raise RequestError(str(exc), param="messages") from exc
+        if images and self.images.store is not None:
+            try:
+                rendered, _ = self.images.store.reader.expanded(rendered, [each.written for each in images])
+            except ValueError as exc:
+                raise RequestError(str(exc), param="messages") from exc
         return self._encoded(rendered, special)
 
     def parser_for(self, body: ChatBody) -> ToolParser | None:
@@ -114,10 +156,11 @@ class Service:
         return self.tool_parser
 
     def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
-        prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body)
+        images = self.images.read(body.messages)
+        prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body, images)
         top = body.top_logprobs if body.logprobs else 0
         asked = body.max_completion_tokens or body.max_tokens
-        return [self._request(body, prompt, asked or self.model.defaults.max_new_tokens, top)]
+        return [self._request(body, prompt, asked or self.model.defaults.max_new_tokens, top, images)]
 
     def completion_requests(self, body: CompletionBody) -> list[GenerationRequest]:
         prompts = [
@@ -133,7 +176,7 @@ class Service:
     def tokens_of(self, body: TokenizeBody) -> list[int]:
         if body.prompt is not None:
             return self._encoded(body.prompt, body.add_special_tokens is not False)
-        return self.chat_prompt(body)
+        return self.chat_prompt(body, self.images.read(body.messages or []))
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text.
@@ -150,9 +193,20 @@ class Service:
         return self.text.encode(text, add_special_tokens)
 
     def _request(
-        self, body: SamplingBody, prompt: Sequence[int], max_tokens: int | None, top_logprobs: int
+        self,
+        body: SamplingBody,
+        prompt: Sequence[int],
+        max_tokens: int | None,
+        top_logprobs: int,
+        images: Sequence[ReadImage] = (),
     ) -> GenerationRequest:
         limit = self._max_new_tokens(prompt)
+        of_prompt = None
+        if images and self.images.store is not None:
+            try:
+                of_prompt = self.images.store.of_prompt(prompt, images)
+            except ValueError as exc:
+                raise RequestError(str(exc), param="messages") from exc
         params = self._sampling_params(body, min(max_tokens or limit, limit), top_logprobs)
         stops = body.stop_strings
         return GenerationRequest(
@@ -162,6 +216,7 @@ class Service:
             n=body.n,
             eos_token_ids=self.text.eos_token_ids,
             adapter=self.adapter(body.model),
+            images=of_prompt,
             num_prompt_logprobs=body.num_prompt_logprobs,
             stop_matchers=[
                 self.text.stop_matcher(stops, body.skip_special_tokens) for _ in range(body.n if stops else 0)
