@@ -235,7 +235,7 @@ def _evaluation_faults(config: SFTConfig, start: StartDir, *, judges_model: bool
 
 def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
     from prime_rl.checks.data_files import data_faults
-    from prime_rl.checks.engines import engine_faults, engine_of
+    from prime_rl.checks.engines import engine_faults
 
     trainer, server = config.trainer, config.inference
     yield from _run_faults(config.output_dir, trainer, start, "trainer.")
@@ -278,8 +278,6 @@ def _rl_faults(config: RLConfig, start: StartDir) -> Iterator[str]:
         yield from _named_faults(key, server.model.name, start)
         yield from _server_faults(server, start, judges_model=not (untrained and is_shared))
         yield from _rotary_faults(trainer, server, start)
-        if trainer.model.vision is not None and engine_of(server, start) == "embedded":
-            yield 'model.vision: the embedded engine reads text alone: set inference.backend = "vllm"'
 
 
 def _alignment_faults(key: str, theirs: str, ours: str, start: StartDir) -> Iterator[str]:
