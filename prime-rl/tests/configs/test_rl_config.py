@@ -105,7 +105,10 @@ def test_shared_max_steps_serve_a_temperature_schedule(rl) -> None:
         ("max-steps=5 trainer.max-steps=6", "max_steps makes trainer.max_steps 5; the config's own .* = '6'"),
         ("model.name=m inference.model.name=n", "model.name makes inference.model.name 'm'"),
         ("trainer.log.level=debug", "log.level makes trainer.log.level 'info'"),
-        ("deployment.num-infer-gpus=4 inference.parallel.dp=2", "deployment makes inference.parallel.dp 4"),
+        (
+            "deployment.num-infer-gpus=4 inference.parallel.tp=4 inference.parallel.dp=2",
+            "makes inference.parallel.dp 1",
+        ),
         ("wandb.name=n trainer.wandb.name=m", "wandb.name makes trainer.wandb.name 'n-trainer'"),
         ("output-dir=a trainer.output-dir=b", "output_dir makes trainer.output_dir"),
         ("trainer-gpu-ids=1,2 deployment.num-train-gpus=3", "GPU ids make deployment.num_train_gpus 2"),
@@ -156,6 +159,10 @@ def test_equal_values_are_no_conflict(rl, recwarn, options: str) -> None:
         ),
         ("deployment.num-infer-gpus=0", "deployment.num_infer_gpus is 0: give [inference] a GPU"),
         ("deployment.num-infer-gpus=3 inference.parallel.tp=2", "inference: 3 GPUs / parallel.tp 2 = 1.5 copies"),
+        (
+            "deployment.num-infer-gpus=3 inference.parallel.dp=2",
+            "inference: 3 GPUs / parallel.dp 2 = 1.5 GPUs for each",
+        ),
         ("deployment.num-train-gpus=3 trainer.model.cp=2", "model.cp = 2 does not divide the 3 trainer processes"),
         (
             "deployment.num-train-gpus=5 deployment.num-infer-gpus=4",
@@ -217,6 +224,21 @@ def test_every_inference_gpu_is_used_and_counted_for_nccl(rl) -> None:
     assert (run.inference.parallel.dp, run.inference.api_server_count) == (2, 2)
     assert run.trainer.weight_broadcast.inference_world_size == 4
     assert (run.orchestrator.weight_broadcast.type, run.inference.weight_broadcast.type) == ("nccl", "nccl")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("inference.parallel.dp=2", (2, 2, False)),
+        ("inference.parallel.dp=2 trainer.model.ep=2 inference.backend=vllm", (2, 2, True)),
+        ("trainer.model.ep=2", (1, 4, False)),  # the embedded engine may serve, which has no such key
+        ("trainer.model.ep=2 inference.backend=vllm inference.enable-expert-parallel=false", (1, 4, False)),
+    ],
+)
+def test_engines_divide_their_gpus_as_the_placement_says(rl, options: str, expected: tuple[int, int, bool]) -> None:
+    run = rl(*words(f"deployment.num-infer-gpus=4 deployment.num-train-gpus=4 {options}"))
+    parallel = run.inference.parallel
+    assert (parallel.tp, parallel.dp, run.inference.enable_expert_parallel) == expected
 
 
 def test_nccl_set_on_the_components_reaches_the_server(rl) -> None:

@@ -69,3 +69,10 @@ def test_a_model_without_experts_that_take_tokens_one_by_one_is_refused(config: 
 )
 def test_processes_divide_the_heads_and_experts_of_a_model(sizes: dict[str, int], fault: str | None) -> None:
     assert ModelDescription(LLAMA | {"num_local_experts": 12}).division_fault(ModelConfig(**sizes)) == fault
+
+
+@pytest.mark.parametrize(("tp", "fault"), [(8, None), (3, "does not divide the 32"), (16, "neither divides")])
+def test_a_server_divides_heads_and_divides_or_repeats_those_of_keys(tp: int, fault: str | None) -> None:
+    heads = {"num_attention_heads": 48 if tp == 16 else 32, "num_key_value_heads": 12 if tp == 16 else 4}
+    found = ModelDescription(LLAMA | heads).serving_fault(tp)
+    assert found is None if fault is None else fault in str(found)

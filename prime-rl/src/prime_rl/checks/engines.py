@@ -142,6 +142,8 @@ def _vllm_faults(config: InferenceConfig, start: StartDir) -> Iterator[str]:
             f"model.name = {config.model.name}: its weights are in bitsandbytes' 4 bits, which vLLM 0.32 does not "
             'read: set inference.backend = "embedded", or name its version in bfloat16'
         )
+    if description is not None and (fault := description.serving_fault(config.parallel.tp)):
+        yield fault
     has_tower = folder.is_dir() and description is not None and description.has_known_language_part
     if (
         has_tower

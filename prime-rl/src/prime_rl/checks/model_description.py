@@ -235,10 +235,24 @@ class ModelDescription:
         labels = len(self.config.get("id2label") or (0, 1))  # without an entry, there are Transformers' two
         return None if labels == 1 else f"a classifier with {labels} labels, and a reward model has one"
 
+    @property
+    def attention_heads(self) -> Any:
+        """Their number, as the config has it; None if it does not say."""
+        return next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "num_heads", "n_heads"))), None)
+
+    def serving_fault(self, tp: int) -> str | None:
+        """Why vLLM cannot divide it among `tp` GPUs; None if nothing in this config says so."""
+        heads, kv_heads = self.attention_heads, self.setting("num_key_value_heads")
+        if isinstance(heads, int) and heads % tp:
+            return f"parallel.tp = {tp} does not divide the {heads} attention heads of {self.class_name}"
+        if isinstance(kv_heads, int) and kv_heads and kv_heads % tp and tp % kv_heads:
+            return f"parallel.tp = {tp} neither divides nor repeats the {kv_heads} key-value heads of {self.class_name}"
+        return None
+
     def division_fault(self, model: ModelConfig) -> str | None:
         """Why processes cannot divide it as the `model` section says; None if nothing in this config says so."""
-        family, keys = self.language_part.get("model_type"), ("num_attention_heads", "n_head", "num_heads", "n_heads")
-        heads = next(filter(None, map(self.setting, keys)), None)
+        family = self.language_part.get("model_type")
+        heads = self.attention_heads
         sharing, text = product_of(model, "cp", "tp")
         if isinstance(heads, int) and heads % sharing:
             return f"{text} does not divide the {heads} attention heads of {self.class_name}"

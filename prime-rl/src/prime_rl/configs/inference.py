@@ -64,6 +64,10 @@ class ParallelConfig(BaseConfig):
     dp: Processes = 1
     """Data-parallel size: number of copies of the model."""
 
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.dp
+
     def __str__(self) -> str:
         return f"tp={self.tp} dp={self.dp}"
 

@@ -173,7 +173,9 @@ def _is_refused(config: Any, models: Iterable[ModelDescription]) -> bool:
     """Whether a changed config breaks a rule that a written one is held to."""
     trainer = getattr(config, "trainer", config)
     faults = chain(trainer.model.faults(), trainer.faults(), config.faults())
-    divisions = (model.division_fault(trainer.model) for model in models)
+    divisions = [model.division_fault(trainer.model) for model in models]
+    if getattr(config, "inference", None) is not None:
+        divisions += [model.serving_fault(config.inference.parallel.tp) for model in models]
     return any(True for _ in chain(faults, filter(None, divisions)))
 
 
@@ -239,7 +241,8 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
     if deployment.type == "multi_node":
         for times in _MORE_NODES:
             yield _more_nodes("--train-nodes", "deployment.num_train_nodes", times * deployment.num_train_nodes)
-        yield from (_split(tp) for tp in _NODE_GPUS if inference is not None and infer % tp == 0)
+    if inference is not None and infer:
+        yield from (_split(tp) for tp in _NODE_GPUS if infer % tp == 0 and tp > inference.parallel.tp)
     for gpus in _NODE_GPUS if deployment.type == "single_node" else ():
         if infer and train < gpus <= _MOST_TRAIN_GPUS:
             yield _more_gpus("--train-gpus", "deployment.num_train_gpus", gpus)

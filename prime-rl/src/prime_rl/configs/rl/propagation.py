@@ -365,24 +365,35 @@ def _split_gpus(run: RunTables) -> None:
     deployment = run.shared.deployment
     if isinstance(deployment, SingleNodeDeploymentConfig):
         train_gpus = deployment.num_train_gpus
-        _fill_dp(run, "inference", deployment.num_infer_gpus)
+        _fill_parallel(run, "inference", deployment.num_infer_gpus)
     else:
         train_gpus = deployment.num_train_nodes * deployment.gpus_per_node
-        _fill_dp(run, "inference", deployment.gpus_per_node)
+        _fill_parallel(run, "inference", deployment.gpus_per_node)
         if deployment.nodes_per_fsdp_group is not None:
             copies = max(1, deployment.num_train_nodes // deployment.nodes_per_fsdp_group)
             run.override("trainer.model.dp_replicate", copies, "deployment.nodes_per_fsdp_group")
+    server = peek(InferenceConfig, run.get("inference")) if run.inference is not None else None
+    # The embedded engine, which `auto` may choose elsewhere, has no such key.
+    is_vllm = server is not None and (server.backend == "vllm" or (server.backend, server.device) == ("auto", "cuda"))
+    if server is not None and is_vllm and model is not None and model.ep > 1 and server.parallel.gpus > 1:
+        run.fill("inference.enable_expert_parallel", True, "trainer.model.ep")
     if train_gpus > 1 and model is not None:
         workers = max(1, train_gpus // (model.cp * model.tp))
         run.override("orchestrator.num_train_workers", workers, "deployment")
 
 
-def _fill_dp(run: RunTables, component: str, gpus: int) -> None:
-    """Use every GPU of a server. A number that `tp` does not divide is kept; a rule reports it."""
+def _fill_parallel(run: RunTables, component: str, gpus: int) -> None:
+    """Use every GPU of a server: of `tp` and `dp`, the one that is given decides. What does not divide the GPUs is
+    kept; a rule reports it."""
     if getattr(run, component) is None:
         return
     parallel = peek(ParallelConfig, run.get(f"{component}.parallel"))
-    if parallel is not None and gpus != parallel.dp * parallel.tp and gpus > 0 and gpus % parallel.tp == 0:
+    if parallel is None or gpus in (0, parallel.dp * parallel.tp):
+        return
+    if parallel.dp > 1 and run.get(f"{component}.parallel.tp") is None:
+        if gpus % parallel.dp == 0:
+            run.fill(f"{component}.parallel.tp", gpus // parallel.dp, "deployment")
+    elif gpus % parallel.tp == 0:
         run.override(f"{component}.parallel.dp", gpus // parallel.tp, "deployment")
 
 
@@ -463,7 +474,7 @@ def _add_teacher(run: RunTables) -> None:
     run.fill("teacher_inference.server.port", server.port + 1, "inference.server.port")
     trained = run.get("trainer.model.name", BaseModelConfig().name)
     run.fill("teacher_inference.model.name", trained, "the model that the run starts from")
-    _fill_dp(run, "teacher_inference", gpus)
+    _fill_parallel(run, "teacher_inference", gpus)
     own = peek(ServerConfig, run.get("teacher_inference.server"))
     model = peek(BaseModelConfig, {"name": run.get("teacher_inference.model.name")})
     if own is not None and model is not None:

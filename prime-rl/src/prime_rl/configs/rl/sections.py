@@ -457,9 +457,11 @@ def _shared_gpu(run: RunSections, deployment: SingleNodeDeploymentConfig) -> Ite
 
 
 def _uneven_split(name: str, server: InferenceConfig, gpus: int) -> Iterator[str]:
-    tp = server.parallel.tp
+    tp, dp = server.parallel.tp, server.parallel.dp
     if gpus % tp != 0:
         yield f"{name}: {gpus} GPUs / parallel.tp {tp} = {gpus / tp:g} copies of the model: not a whole number"
+    elif gpus != tp * dp:
+        yield f"{name}: {gpus} GPUs / parallel.dp {dp} = {gpus / dp:g} GPUs for each copy: not a whole number"
 
 
 def _multi_node_faults(run: RunSections, deployment: MultiNodeDeploymentConfig, has_slurm: bool) -> Iterator[str]:
