@@ -164,12 +164,8 @@ class LoRAConfig(BaseConfig):
                     yield f'{key}: "{pattern}" is not a regular expression: {error}'
 
 
-class VisionConfig(BaseConfig):
-    """Trains on images too, with the whole class of the checkpoint."""
-
-    tower_lr: LearningRate | None = None
-    """Learning rate of the vision tower and of what joins it to the language model. The schedule scales it as it does
-    `optim.lr`. None leaves them as they are."""
+class ImageLimitsConfig(BaseConfig):
+    """Limits of images."""
 
     max_images: Count = 32
     """Largest number of images of a row of the data, or of a prompt."""
@@ -180,6 +176,14 @@ class VisionConfig(BaseConfig):
     @property
     def limits(self) -> ImageLimits:
         return ImageLimits(max_pixels=self.max_pixels, max_images=self.max_images)
+
+
+class VisionConfig(ImageLimitsConfig):
+    """Trains on images too, with the whole class of the checkpoint."""
+
+    tower_lr: LearningRate | None = None
+    """Learning rate of the vision tower and of what joins it to the language model. The schedule scales it as it does
+    `optim.lr`. None leaves them as they are."""
 
 
 class QuantizationConfig(BaseConfig):

@@ -15,7 +15,7 @@ from prime_rl.configs.algorithms import (
     OverlongConfig,
 )
 from prime_rl.configs.distillation import MAX_TOP_K
-from prime_rl.configs.model import VisionConfig
+from prime_rl.configs.model import ImageLimitsConfig
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -242,7 +242,7 @@ class ModelConfig(BaseModelConfig):
     chat_template: str | None = None
     """Chat template of the servers, to check tools with: Jinja text, a path, or `chatml`. None is the model's."""
 
-    vision: VisionConfig | None = None
+    vision: ImageLimitsConfig | None = None
     """Limits of the images that environments show the policy. `rl` takes the trainer's. None refuses images."""
 
     @property

@@ -132,5 +132,5 @@ def test_what_does_not_go_with_images_in_rl_is_one_line(settings: dict[str, Any]
 
 def test_limits_of_images_reach_trainer_and_orchestrator() -> None:
     config = load_config(RLConfig, overrides={**VISION, "model": {"vision": {"max_images": 3}}})
-    assert config.trainer.model.vision == config.orchestrator.model.vision
+    assert config.trainer.model.vision.limits == config.orchestrator.model.image_limits
     assert config.orchestrator.model.image_limits == ImageLimits(max_images=3)

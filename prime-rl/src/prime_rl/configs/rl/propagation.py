@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from prime_rl.configs.algorithms import preset
 from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.inference import InferenceConfig, ParallelConfig, ServerConfig
+from prime_rl.configs.model import ImageLimitsConfig
 from prime_rl.configs.orchestrator import DEFAULT_BATCH_SIZE
 from prime_rl.configs.rl.sections import MultiNodeDeploymentConfig, SharedSettings, SingleNodeDeploymentConfig
 from prime_rl.configs.rollouts.sampling import SamplingConfig
@@ -270,7 +271,10 @@ def _share_model(run: RunTables) -> None:
         if run.shared.model.vision is not None:
             run.override("trainer.model.vision", explicit_values(run.shared.model.vision), "model.vision")
     if (vision := run.get("trainer.model.vision")) is not None:
-        run.fill("orchestrator.model.vision", copy.deepcopy(vision), "trainer.model.vision")
+        of_images = {
+            key: vision[key] for key in ImageLimitsConfig.model_fields if isinstance(vision, dict) and key in vision
+        }
+        run.fill("orchestrator.model.vision", of_images, "trainer.model.vision")
     # The engine renders the prompts, the orchestrator checks its environments with the same template, and the trainer's
     # tokenizer is exported with the weights.
     keys = ["trainer.tokenizer.chat_template", "orchestrator.model.chat_template"]

@@ -49,6 +49,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("orchestrator.model.trust_remote_code", "the orchestrator loads no model code", refused=False),
     NotBuilt("orchestrator.teacher_model.client.elastic", "name the teacher's servers in base_url"),
     NotBuilt("orchestrator.teacher_model.model.lora", "name the adapter in teacher_model.model.name"),
+    NotBuilt("orchestrator.teacher_model.model.vision", "the teacher reads text alone"),
     NotBuilt("orchestrator.teacher_model.model.chat_template", "the teacher reads tokens", refused=False),
     NotBuilt("orchestrator.teacher_model.model.trust_remote_code", "the server loads the model", refused=False),
     NotBuilt("orchestrator.prime_monitor", "metrics go to metrics.jsonl and W&B"),
