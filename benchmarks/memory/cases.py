@@ -80,6 +80,7 @@ def grid() -> Iterator[Case]:
         Case("llama, lora 16", settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=1024),
         Case("llama, nf4", settings=BFLOAT16 | {"lora": {"rank": 16}, "quantization": "nf4"}, seq_len=1024),
         Case("llama, nf4, mostly blocks", BLOCKS, settings=NF4, seq_len=128),
+        Case("llama, int8, mostly blocks", BLOCKS, settings=NF4 | {"quantization": "int8"}, seq_len=128),
         Case("llama, lora 16, ac", settings=BFLOAT16 | {"lora": {"rank": 16}, "ac": {}}, seq_len=1024),
         Case("llama, lora 16, head in parts", WIDE, settings=BFLOAT16 | {"lora": {"rank": 16}}, seq_len=3072),
         Case("llama, lora 16 and the head", settings=BFLOAT16 | {"lora": {"rank": 16, "modules_to_save": ["lm_head"]}}),

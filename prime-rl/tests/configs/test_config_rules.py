@@ -127,6 +127,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
             "model.quantization.type=nf4",
             "quantization stores weights that are not trained: set [model.lora]",
         ),
+        (TrainerConfig, "model.lora.init=loftq", "lora.init = 'loftq' makes up for quantization"),
         (TrainerConfig, "model.quantization.type=nf4 model.lora model.tp=2", "does not go with tp (2)"),
         (
             TrainerConfig,

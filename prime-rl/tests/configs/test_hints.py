@@ -24,10 +24,6 @@ from prime_rl.utils.pydantic_config.schema import has_key, walk_fields
 
 ROOT_OF = {root.component: root for root in ROOTS}
 
-LOAD_IN_8BIT = (
-    'weights are stored in bfloat16 or float32, or in 4 bits with model.quantization = "nf4" and [model.lora]; '
-    "`--estimate` says how much memory is needed"
-)
 LOAD_IN_4BIT = 'model.quantization.type ("nf4", with [model.lora])'
 KL = "a penalty on the KL divergence from the starting model"
 
@@ -273,7 +269,12 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
     (SFTConfig, "flash_attention", "use model.attn (flash_attention_2 is the default)"),
     (SFTConfig, "load_in_4bit", f"use {LOAD_IN_4BIT}"),
     (SFTConfig, "model.load_in_4bit", f"use {LOAD_IN_4BIT}"),
-    (RLConfig, "load_in_8bit", LOAD_IN_8BIT),
+    (SFTConfig, "load_in_8bit", 'use model.quantization.type ("int8", with [model.lora])'),
+    (
+        SFTConfig,
+        "model.quantization_config",
+        'set model.quantization = "nf4" or "int8", with [model.lora]; `--estimate` says how much memory is needed',
+    ),
     (RLConfig, "trainer.model.load_in_4bit", f"use trainer.{LOAD_IN_4BIT}"),
     (RLConfig, "beta", f"use trainer.loss.kl_coef ({KL})"),
     (RLConfig, "kl_coef", f"use trainer.loss.kl_coef ({KL})"),

@@ -114,6 +114,9 @@ def test_a_checkpoint_is_refused_with_other_base_weights_or_another_scale(
     assert "model.lora.alpha / rank = 4, and this config trains with model.lora.alpha / rank = 2" in fault(
         lora={**base["model"]["lora"], "alpha": 16.0}
     )
+    assert "this config trains with patterns of scales from 2 to 4" in fault(
+        lora={**base["model"]["lora"], "alpha_pattern": {"layers\\.1\\.": 16.0}}
+    )
     assert "alpha / rank = 4, and this config trains without model.lora" in fault(lora=None)
     assert "other_model is not the model that it was trained on" in fault(name=str(other_model))
     run_sft({**base, "model": {**base["model"], "compute_dtype": "bfloat16"}}, out, ckpt={"resume_step": -1})

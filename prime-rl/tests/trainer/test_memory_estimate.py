@@ -54,6 +54,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("on a CPU, mostly attention", HEADS, as_on_gpu=False, seq_len=2048),
         Case("as on a GPU, quantized", BLOCKS, seq_len=128, settings=NF4),
         Case("on a CPU, quantized", BLOCKS, as_on_gpu=False, seq_len=128, settings=NF4),
+        Case("as on a GPU, in 8 bits", BLOCKS, seq_len=128, settings=NF4 | {"quantization": "int8"}),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,

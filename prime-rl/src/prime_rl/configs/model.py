@@ -93,6 +93,10 @@ class LoRAConfig(BaseConfig):
     alpha: float = Field(32.0, ge=0)
     """The adapter's output is scaled by alpha / rank."""
 
+    init: Literal["default", "loftq"] = "default"
+    """Start of a new adapter. `default`: A is random and B zero. `loftq`: the product that is nearest to what
+    `model.quantization` takes from the weight."""
+
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA), so that a higher rank does not learn more slowly."""
 
@@ -154,6 +158,10 @@ class LoRAConfig(BaseConfig):
         return self
 
     def _faults(self) -> Iterator[str]:
+        if self.init != "default" and self.path is not None:
+            yield f"init = {self.init!r} starts a new adapter, and path continues one: remove one"
+        if self.init == "loftq" and 0 in (self.alpha, *self.alpha_pattern.values()):
+            yield "init = 'loftq' with an alpha of 0, which no product reaches: raise it"
         if not self.target_modules:
             yield "target_modules is empty: name at least one module to adapt"
         for key in ("target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
@@ -187,13 +195,14 @@ class VisionConfig(ImageLimitsConfig):
 
 
 class QuantizationConfig(BaseConfig):
-    """Stores the frozen linear layers of the decoder blocks in 4 bits (QLoRA)."""
+    """Stores the frozen linear layers of the decoder blocks in 4 or 8 bits (QLoRA)."""
 
-    type: Literal["nf4"]
-    """The 16 levels of a value: those of NF4, for normally distributed weights. bitsandbytes computes with them."""
+    type: Literal["nf4", "int8"]
+    """How bitsandbytes stores a value: as one of the 16 levels of NF4, for normally distributed weights, or as an
+    integer of 8 bits."""
 
     double: bool = True
-    """Also quantize the scale of each block of 64 values: 4.13 bits per weight instead of 4.5."""
+    """NF4: also quantize the scale of each block of 64 values: 4.13 bits per weight instead of 4.5."""
 
 
 def _quantization_table(value: Any) -> Any:
@@ -286,7 +295,8 @@ class ModelConfig(BaseModelConfig):
     """Train adapters. None trains all weights."""
 
     quantization: Annotated[QuantizationConfig | None, BeforeValidator(_quantization_table)] = None
-    """Store the frozen weights in 4 bits; a table, or `"nf4"`. Needs `lora`. None stores them in the compute dtype."""
+    """Store the frozen weights in 4 or 8 bits; a table, or `"nf4"` or `"int8"`. Needs `lora`. None stores them in the
+    compute dtype."""
 
     language_model_only: bool = False
     """Export only the language model of a checkpoint with a vision tower, as its causal class. False exports the whole
@@ -362,6 +372,8 @@ class ModelConfig(BaseModelConfig):
             yield f"tp ({self.tp}) with lora.use_dora, which needs whole rows of each layer: remove one"
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
+        if self.quantization is None and self.lora is not None and self.lora.init == "loftq":
+            yield "lora.init = 'loftq' makes up for quantization: set quantization = \"nf4\", or remove it"
         if self.quantization is not None:
             yield from (f"quantization {fault}, or remove it" for fault in self.quantization_faults())
         if self.ep > 1 and self.ep % self.tp:
@@ -387,7 +399,7 @@ class ModelConfig(BaseModelConfig):
             yield "with trust_remote_code: images are trained with Transformers' own classes: remove one"
 
     def quantization_faults(self) -> Iterator[str]:
-        """Which of the keys do not go with weights in 4 bits, and what to do."""
+        """Which of the keys do not go with quantized weights, and what to do."""
         if self.lora is None:
             yield "stores weights that are not trained: set [model.lora]"
         elif self.lora.use_dora:
@@ -398,7 +410,7 @@ class ModelConfig(BaseModelConfig):
             if (size := getattr(self, name)) > 1:
                 yield f"does not go with {name} ({size}), which would divide packed weights: use FSDP alone"
         if self.vision is not None:
-            yield "does not go with [vision] yet, whose tower would be stored in 4 bits too: remove that"
+            yield "does not go with [vision] yet, whose tower would be quantized too: remove that"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:

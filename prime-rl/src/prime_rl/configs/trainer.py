@@ -465,7 +465,8 @@ class TrainerConfig(RootConfig):
         if self.reference is not None and self.reference.reset_every is not None:
             return "copy"
         lora = self.model.lora
-        return "adapter" if lora is not None and lora.path is None and not lora.modules_to_save else "copy"
+        starts_alike = lora is not None and lora.path is None and lora.init == "default"
+        return "adapter" if lora is not None and starts_alike and not lora.modules_to_save else "copy"
 
     @property
     def policy_steps(self) -> int | None:

@@ -331,9 +331,13 @@ class Training:
 
     def stored(self, parameters: int, blocks: Iterable[Tensors], size: int) -> int:
         """Bytes of `parameters` of `size` each, of which those of the linear layers of `blocks` may be quantized."""
+        blocks = list(blocks)
         packed = sum(self._quantized(block) for block in blocks)
         if self.quantization is None or not packed:
             return parameters * size
+        if self.quantization.type == "int8":
+            rows = sum(block[name][0] for block in blocks for name in self.quantized_names(block))
+            return (parameters - packed) * size + packed + _FLOAT32 * rows
         # Four bits for each value, and for each 64 values a scale of one byte or of four.
         return (parameters - packed) * size + packed // 2 + packed // 64 * (1 if self.quantization.double else 4)
 

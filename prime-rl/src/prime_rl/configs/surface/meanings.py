@@ -105,7 +105,7 @@ DIFFERENT: tuple[Meaning, ...] = (
     Meaning("*.weight_broadcast.type", "NIXL is not supported", "use nccl or filesystem", ("nixl",)),
     Meaning(
         "*.model.quantization.type",
-        "products are not computed in 8 bits",
+        "products are not computed in fp8",
         'use bfloat16, or [model.lora] with model.quantization = "nf4" (docs/lora.md)',
         ("fp8",),
     ),

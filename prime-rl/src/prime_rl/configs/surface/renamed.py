@@ -284,7 +284,7 @@ _AT_ONCE = "sequences that a GPU computes at once; data.batch_size are those of 
 _SPLIT = "a step is one batch, split over GPUs and accumulated as needed"
 _EPOCHS = ("num_epochs", "num_train_epochs", "epochs")
 
-_NF4 = '"nf4", with [model.lora]'
+_NF4, _INT8 = '"nf4", with [model.lora]', '"int8", with [model.lora]'
 
 _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("learning_rate", "optim.lr", ""),
@@ -313,6 +313,7 @@ _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("use_peft", "model.lora", "a table: [model.lora]"),
     ("peft_config", "model.lora", "a table: [model.lora]"),
     ("load_in_4bit", "model.quantization.type", _NF4),
+    ("load_in_8bit", "model.quantization.type", _INT8),
     ("tokenizer_name", "tokenizer.name", ""),
     ("tokenizer_name_or_path", "tokenizer.name", ""),
     ("chat_template_path", "tokenizer.chat_template", ""),
@@ -394,14 +395,12 @@ _OF_RL: tuple[tuple[str, str, str], ...] = (
     ("vllm_tensor_parallel_size", "inference.parallel.tp", ""),
 )
 
-_LOAD_IN_8BIT = (
-    'weights are stored in bfloat16 or float32, or in 4 bits with model.quantization = "nf4" and [model.lora]; '
-    "`--estimate` says how much memory is needed"
+_QUANTIZATION_CONFIG = (
+    'set model.quantization = "nf4" or "int8", with [model.lora]; `--estimate` says how much memory is needed'
 )
 _NOT_HERE: tuple[tuple[str, str], ...] = (
     ("fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
-    ("load_in_8bit", _LOAD_IN_8BIT),
-    ("quantization_config", _LOAD_IN_8BIT),
+    ("quantization_config", _QUANTIZATION_CONFIG),
     ("adam_epsilon", "AdamW's epsilon is PyTorch's default, 1e-8"),
     ("logging_steps", "remove it: every step is logged"),
     ("logging_dir", "remove it: logs are in <output_dir>/logs"),
@@ -442,13 +441,13 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
     *(_rewritten(f"trainer.loss.{old}", "trainer.loss.kl_coef", note=_KL) for old in _KL_NAMES if old != "kl_coef"),
     *(
-        _removed(f"{component}.model.{old}", _LOAD_IN_8BIT)
+        _removed(f"{component}.model.quantization_config", _QUANTIZATION_CONFIG)
         for component in ("sft", "trainer", "rl")
-        for old in ("load_in_8bit", "quantization_config")
     ),
     *(
-        _rewritten(f"{part}.model.load_in_4bit", f"{part}.model.quantization.type", note=_NF4)
+        _rewritten(f"{part}.model.{old}", f"{part}.model.quantization.type", note=note)
         for part in ("sft", "trainer")
+        for old, note in (("load_in_4bit", _NF4), ("load_in_8bit", _INT8))
     ),
     _removed("rl.gpus", "use --train-gpus N and --infer-gpus N; CUDA_VISIBLE_DEVICES says which"),
     _removed("sft.gradient_accumulation_steps", f"{_SPLIT}: see data.batch_size and data.micro_batch_size"),

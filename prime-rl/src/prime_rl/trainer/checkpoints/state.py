@@ -42,15 +42,18 @@ def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[
 
 
 def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
-    """A fingerprint of the frozen weights, and the scale of the adapters. Collective.
+    """A fingerprint of the frozen weights, and the scale of the adapters, or a list if they differ. Collective.
 
     It depends neither on the number of processes nor on whether the weights are in float32 or bfloat16.
     """
-    lora = next((module for module in model.modules() if isinstance(module, LowRank)), None)
+    scales = [module.scale for module in model.modules() if isinstance(module, LowRank)]
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     total = torch.tensor(sum(map(_sum_of_bits, frozen)) % _DIGEST_RANGE)
     dist.all_reduce(total)
-    return {"weights": int(total) % _DIGEST_RANGE, "scale": None if lora is None else lora.scale}
+    return {
+        "weights": int(total) % _DIGEST_RANGE,
+        "scale": scales if len(set(scales)) > 1 else next(iter(scales), None),
+    }
 
 
 def check_frozen(saved: dict[str, Any], model: PreTrainedModel, where: object) -> None:
@@ -71,6 +74,8 @@ def check_frozen(saved: dict[str, Any], model: PreTrainedModel, where: object) -
 
 def _scaled(identity: dict[str, Any]) -> str:
     scale = identity["scale"]
+    if isinstance(scale, list):
+        return f"with patterns of scales from {min(scale):g} to {max(scale):g}"
     return "without model.lora" if scale is None else f"with model.lora.alpha / rank = {scale:g}"
 
 

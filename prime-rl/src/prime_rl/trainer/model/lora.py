@@ -250,15 +250,33 @@ class LowRank(nn.Module):
         self.magnitude = nn.Parameter(weight.new_empty(out_features)) if config.use_dora else None
         self.dropout = nn.Dropout(config.dropout)
 
+    start: tuple[Tensor, Tensor] | None = None
+    """The whole A and B that it starts with, instead of random ones."""
+
+    @torch.no_grad()
+    def approximate(self, difference: Tensor) -> None:
+        """Start with the product of this rank that is nearest to `difference` [out, in], what quantization took from
+        the weight (LoftQ, Li et al. 2023, with one iteration)."""
+        u, s, v = torch.linalg.svd(difference, full_matrices=False)
+        roots = (s[: self.rank] / self.scale).sqrt()
+        a, b = torch.zeros(self.A.shape), torch.zeros(self.B.shape)
+        a[: len(roots)] = roots[:, None] * v[: self.rank]
+        b[:, : len(roots)] = u[:, : self.rank] * roots
+        self.start = a, b
+
     @torch.no_grad()
     def draw(self, generator: torch.Generator, layer: nn.Module | None) -> None:
-        """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)), B with zeros, and the lengths with those of
-        the rows of the `layer`'s weight, which is sharded like them.
-        """
+        """Initialize A uniformly in ±1/sqrt(in) (Kaiming with a = sqrt(5)) and B with zeros, or both with their start,
+        and the lengths with those of the rows of the `layer`'s weight, which is sharded like them."""
         bound = 1 / math.sqrt(self.A.shape[-1])
         # Drawn whole and on the CPU, so that values do not depend on device or number of processes.
-        put_own(self.A, torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
-        put_own(self.B, torch.zeros(()).expand(self.B.shape))
+        a, b = self.start or (
+            torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator),
+            torch.zeros(()).expand(self.B.shape),
+        )
+        self.start = None
+        put_own(self.A, a)
+        put_own(self.B, b)
         if self.magnitude is not None and layer is not None:
             local(self.magnitude).copy_(_row_norms(local(cast("Tensor", layer.weight))))
 

@@ -23,6 +23,7 @@ from torch.optim import AdamW, Optimizer
 from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
 from prime_rl.configs.trainer import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from prime_rl.trainer.model.lora import loraplus_parameters
+from prime_rl.trainer.model.quantized import bitsandbytes_package
 from prime_rl.trainer.model.vision import tower_parameters
 from prime_rl.trainer.process.host_memory import keep_freed_memory
 from prime_rl.trainer.process.world import Process
@@ -195,8 +196,7 @@ class AdamW8bit(Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig) -> None:
-        from bitsandbytes import functional
-
+        functional = bitsandbytes_package().functional
         betas = (config.betas1, config.betas2)
         super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay})
         self._kernels = functional
