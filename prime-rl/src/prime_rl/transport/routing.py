@@ -248,8 +248,9 @@ class RouterLoad:
         """Tokens [E] of a layer's experts."""
         self._entropies: dict[int, Tensor] = {}
         """Sum over a layer's tokens; none of routers that do not return their scores."""
-        self._losses: list[Tensor] = []
-        """The auxiliary loss of each row."""
+        self._lost: Tensor | None = None
+        """Sum of the rows' auxiliary losses, and their number, without rows that count no token. Two numbers, because
+        nobody takes those of a critic."""
 
     def add(self, layer: int, experts: int, chosen_Nk: Tensor, logits_NE: Tensor | None, weights_N: Tensor) -> None:
         counts = weights_N.new_zeros(experts)
@@ -274,13 +275,14 @@ class RouterLoad:
 
     def lost(self, auxiliary: Tensor) -> None:
         """Note the auxiliary loss of a row."""
-        self._losses.append(auxiliary)
+        own = torch.stack([auxiliary, (auxiliary > 0).to(auxiliary)]).double()
+        self._lost = own if self._lost is None else self._lost + own
 
-    def take_losses(self) -> list[float]:
-        """Those since the last call, without rows that count no token."""
-        losses = torch.stack(self._losses).tolist() if self._losses else []
-        self._losses = []
-        return [loss for loss in losses if loss > 0]
+    def take_losses(self) -> tuple[float, float]:
+        """The sum of those since the last call, and their number."""
+        total, rows = (0.0, 0.0) if self._lost is None else self._lost.tolist()
+        self._lost = None
+        return total, rows
 
     def __bool__(self) -> bool:
         return bool(self._counts)

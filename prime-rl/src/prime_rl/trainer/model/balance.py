@@ -46,8 +46,7 @@ class Balance:
             return {}
         counts, entropies = self._routers.load.take()
         # Processes that compute the same tokens count them twice, which changes no ratio.
-        losses = self._routers.load.take_losses()
-        own = [sum(losses), len(losses), *counts.flatten().tolist(), *entropies.tolist()]
+        own = [*self._routers.load.take_losses(), *counts.flatten().tolist(), *entropies.tolist()]
         loss, rows, *of_experts = sum_over_processes(own, self._process)
         summed = torch.tensor(of_experts)
         loads_LE, entropies_L = summed[: counts.numel()].view_as(counts), summed[counts.numel() :]
