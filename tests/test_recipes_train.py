@@ -71,6 +71,7 @@ NOT_HERE: Mapping[str, str] = {
 BLOCKS_NOT_HERE: Mapping[str, str] = {
     "num_teacher_gpus": "a GPU for a teacher; rl_distill_cpu.toml trains from one",
     "teacher_inference.model": "GPUs for a teacher; rl_distill_cpu.toml trains from one",
+    "actor.ppo_n_minibatches": "one of the algorithms that tests compare with float64; blocks are one run",
     'model.name = "Qwen/Qwen3-32B"': "servers of a large teacher; test_teachers.py has two",
     'id = "medqa"': "an environment that the page only imagines; tests/test_environment_page.py makes one",
     'id = "gsm8k-tasks"': "docker, and an environment that the page only imagines",

@@ -55,7 +55,8 @@ class CriticConfig(BaseConfig):
 
     value_clip: float | None = Field(0.2, gt=0)
     """Largest change of a value within a step that lowers its loss: `cliprange_value` in TRL, the critic's `eps_clip`
-    in AReaL. Values change within a step only with `trainer.minibatches` above 1. None clips none."""
+    in AReaL. Values change within a step only with `trainer.minibatches` or `epochs_per_batch` above 1. None clips
+    none."""
 
     whiten: bool = True
     """Normalise the advantages of the tokens of a batch by their mean and standard deviation."""

@@ -303,14 +303,21 @@ class SFTDataConfig(BaseDataConfig, RowFormatConfig):
     _section: str = PrivateAttr("data")
     _split: Split | None = PrivateAttr(None)
     _holds: HeldRows = PrivateAttr("samples")
+    _score_margin: float = PrivateAttr(0.0)
 
     @property
     def holds(self) -> HeldRows:
         return self._holds
 
-    def hold_pairs(self, *, are_scored: bool = False) -> None:
-        """Set `holds`. Call it only in validators."""
+    @property
+    def score_margin(self) -> float:
+        """Times the difference of the scores of a pair, its margin; 0 gives none."""
+        return self._score_margin
+
+    def hold_pairs(self, *, are_scored: bool = False, score_margin: float = 0.0) -> None:
+        """Set `holds` and `score_margin`. Call it only in validators."""
         self._holds = "scored pairs" if are_scored else "pairs"
+        self._score_margin = score_margin
 
     def hold_labels(self, *, mismatched: bool) -> None:
         """Set `holds`. Call it only in validators."""

@@ -57,6 +57,10 @@ class PreferenceLossConfig(BaseConfig):
     simpo_gamma: float = Field(0.5, ge=0, le=1000)
     """gamma of `simpo`: the margin that the rewards of both answers should have."""
 
+    score_margin: float = Field(0.0, ge=0, le=1000)
+    """For `sigmoid`: the rewards of a pair should differ by this times score_chosen - score_rejected, as in
+    UltraFeedback (ODPO's offset). 0 gives none."""
+
     rpo_alpha: float | None = Field(None, ge=0, le=1000)
     """Weight of an SFT term: the mean cross-entropy of the chosen answers' tokens. 0 has none. None takes 1 for `cpo`
     and `orpo`, which have the term in their papers, and 0 for the others."""
@@ -95,6 +99,8 @@ class PreferenceLossConfig(BaseConfig):
             yield "type = 'exo_pair' needs a label_smoothing above 0, such as 0.001: its loss has the logarithm of it"
         if "simpo_gamma" in self.model_fields_set and self.type != "simpo" and self.simpo_gamma != 0.5:
             yield f"simpo_gamma ({self.simpo_gamma:g}) needs type = 'simpo' (got {self.type!r})"
+        if self.score_margin and self.type != "sigmoid":
+            yield f"score_margin ({self.score_margin:g}) needs type = 'sigmoid' (got {self.type!r})"
         if not self.is_unpaired:
             for key in ("desirable_weight", "undesirable_weight"):
                 if (value := getattr(self, key)) != 1:
@@ -160,7 +166,7 @@ class DPOConfig(PreferenceConfig):
         if self.loss.is_unpaired:
             data.hold_labels(mismatched=self.loss.type == "kto")
         else:
-            data.hold_pairs()
+            data.hold_pairs(score_margin=self.loss.score_margin)
 
     def _preference_faults(self) -> Iterator[str]:
         yield from super()._preference_faults()

@@ -19,6 +19,10 @@ class RewardLossConfig(BaseConfig):
     center_rewards_coefficient: float | None = Field(None, ge=0, le=1000)
     """Weight of the mean of (r(chosen) + r(rejected))^2, which keeps rewards near 0. None has none; 0.01 is usual."""
 
+    score_margin: float = Field(0.0, ge=0, le=1000)
+    """The margin of a row without `margin` is this times score_chosen - score_rejected, as in UltraFeedback. 0 gives
+    none."""
+
 
 class RewardModelConfig(PreferenceConfig):
     """Training of a reward model on preferences. Read by `rm`. It has every key of `SFTConfig`, with the same meaning,
@@ -31,7 +35,7 @@ class RewardModelConfig(PreferenceConfig):
     """The loss of a pair."""
 
     def _hold(self, data: SFTDataConfig) -> None:
-        data.hold_pairs(are_scored=True)
+        data.hold_pairs(are_scored=True, score_margin=self.loss.score_margin)
 
     def _preference_faults(self) -> Iterator[str]:
         yield from super()._preference_faults()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ FORMULAS = [
         pair(-1, -3),
         -0.9 * np.log(SIGMOID(1)) - 0.1 * np.log(SIGMOID(-1)),
     ),
+    ({"type": "sigmoid", "beta": 0.5}, replace(pair(-1, -3), margins=0.7), -np.log(SIGMOID(0.5 * 2 - 0.7))),
     ({"type": "hinge", "beta": 0.1}, pair(-1, -3), 0.8),
     ({"type": "ipo", "beta": 0.25}, pair(-1, -3), (-0.5 + 0.75 - 2) ** 2),
     ({"type": "simpo", "beta": 2, "simpo_gamma": 0.25}, pair(-1, -3), -np.log(SIGMOID(2 * 0.25 - 0.25))),
@@ -302,8 +304,10 @@ def test_turned_scores_and_answers_without_words_are_told(tiny_model_dir: Path, 
 
 
 def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
-    rows = [{"prompt": "a" * at, "chosen": "b", "rejected": "cc"} for at in range(1, 40)]
+    scores = [{"score_chosen": at, "score_rejected": 1.0} for at in range(1, 40)]
+    rows = [{"prompt": "a" * at, "chosen": "b", "rejected": "cc", **each} for at, each in enumerate(scores, start=1)]
     data = pairs_of(written(tmp_path / "rows.jsonl", rows), seq_len=32)
+    data.hold_pairs(score_margin=0.5)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     one, other = (setup_rows(data, tokenizer, len(tokenizer), mesh.data_axis) for _ in range(2))
     next(one)
@@ -311,7 +315,8 @@ def test_a_waiting_pair_survives_a_checkpoint(tiny_model_dir: Path, tmp_path: Pa
     for _ in range(5):
         mine, theirs = next(one), next(other)
         assert (mine.input_ids == theirs.input_ids).all()
-        assert [pair.key for pair in mine.pairs] == [pair.key for pair in theirs.pairs]
+        assert [(pair.key, pair.margin) for pair in mine.pairs] == [(pair.key, pair.margin) for pair in theirs.pairs]
+        assert [pair.margin for pair in mine.pairs] == [pair.key / 2 for pair in mine.pairs]
 
 
 # The reference.
@@ -395,6 +400,7 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
         (["--loss.type=sigmod"], "did you mean 'sigmoid'?"),
         (["--loss.type=hinge", "--loss.label-smoothing=0.1"], "label_smoothing (0.1) needs type"),
         (["--loss.type=kto", "--loss.rpo-alpha=1"], "needs pairs"),
+        (["--loss.type=ipo", "--loss.score-margin=1"], "score_margin (1) needs type = 'sigmoid'"),
         (["--loss.desirable-weight=2"], "desirable_weight (2) needs type kto"),
         (["--data.pack-function=cat"], "an answer is compared as a whole"),
         (["--data.overlong=split"], "data.overlong = 'split' divides an answer"),

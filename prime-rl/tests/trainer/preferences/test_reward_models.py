@@ -124,6 +124,15 @@ def test_a_margin_may_be_the_cell_of_a_table(cell: Any, margin: float) -> None:
     assert margin_of({"margin": cell}) == margin
 
 
+def test_scores_are_the_margin_of_rows_without_one() -> None:
+    scores = {"score_chosen": "8.5", "score_rejected": 6}
+    assert margin_of(scores, 0.2) == pytest.approx(0.5)
+    assert margin_of({**scores, "margin": 3}, 0.2) == 3
+    assert margin_of(scores) == 0
+    with pytest.raises(RowFault, match="score_margin needs two finite numbers, got `score_chosen` "):
+        margin_of({"score_chosen": "8.5"}, 0.2)
+
+
 @pytest.mark.parametrize("cell", ["nan", "inf", True, [1], "much" * 1000], ids=str)
 def test_a_margin_that_is_no_number_is_refused_in_one_line(cell: Any) -> None:
     with pytest.raises(RowFault, match="`margin` must be a finite number, got ") as caught:

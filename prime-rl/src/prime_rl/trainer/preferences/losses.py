@@ -32,6 +32,8 @@ class PairLogprobs:
     ref_chosen: Tensor
     """0 for a loss without reference."""
     ref_rejected: Tensor
+    margins: Tensor | float = 0.0
+    """How much better the chosen answer is, by the data (`loss.score_margin`)."""
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -46,9 +48,11 @@ class PairLogprobs:
 def sigmoid(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:
     """DPO (Rafailov et al. 2023, Direct Preference Optimization): -log sigma(beta*delta).
 
-    With label smoothing e (Mitchell 2023, cDPO): -(1-e)*log sigma(beta*delta) - e*log sigma(-beta*delta).
+    With label smoothing e (Mitchell 2023, cDPO): -(1-e)*log sigma(beta*delta) - e*log sigma(-beta*delta). A pair's
+    margin is subtracted from beta*delta (Amini et al. 2024, Direct Preference Optimization with an Offset).
     """
-    return _smoothed(config.beta * (pairs.chosen_ratio - pairs.rejected_ratio), config.label_smoothing)
+    logits = config.beta * (pairs.chosen_ratio - pairs.rejected_ratio) - pairs.margins
+    return _smoothed(logits, config.label_smoothing)
 
 
 def hinge(pairs: PairLogprobs, config: PreferenceLossConfig) -> Tensor:

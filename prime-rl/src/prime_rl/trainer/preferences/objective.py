@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ class Preferences(Objective):
 
     def sums(self, model: PreTrainedModel, row: PackedRow, device: torch.device) -> RowSums:
         logprobs, counts = (each.view(-1, 2) for each in sequence_logprobs(model, row, device))
-        pairs = PairLogprobs(*logprobs.unbind(1), *counts.unbind(1), *self._references(row, device).unbind(1))
+        margins = to_device(torch.tensor([pair.margin for pair in row.pairs]), device)
+        references = self._references(row, device)
+        pairs = replace(PairLogprobs(*logprobs.unbind(1), *counts.unbind(1), *references.unbind(1)), margins=margins)
         losses = [LOSSES[self.config.type](pairs, self.config).sum(), -pairs.chosen.sum()]
         chosen, rejected = rewards(pairs, self.config)
         metrics = {

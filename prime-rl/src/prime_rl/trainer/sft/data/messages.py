@@ -13,7 +13,7 @@ from typing import Any
 from prime_rl.checks.data_files import Part
 from prime_rl.configs.data import ColumnsConfig, RowFormatConfig
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.pairs import EXPECTED_LABEL, EXPECTED_PAIR, LABELLED_FORMATS, SIDES
+from prime_rl.trainer.sft.data.pairs import EXPECTED_LABEL, EXPECTED_PAIR, LABELLED_FORMATS, SCORES, SIDES
 from prime_rl.utils.conversations import EXPECTED, FORMATS, WITH_EVERY_FORMAT, NamedRow, Row, RowFault, decoded
 
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", *SIDES)
@@ -26,7 +26,7 @@ def renamed(row: Row, config: RowFormatConfig, folder: Path = Path()) -> Row:
     """
     columns = config.columns
     if chosen := columns.of_rows:
-        kept = {name: row[name] for name in (*WITH_EVERY_FORMAT, "margin") if name in row}
+        kept = {name: row[name] for name in (*WITH_EVERY_FORMAT, "margin", *SCORES) if name in row}
         row = {**kept, **{ours: row.get(theirs) for ours, theirs in chosen.items()}}
     if columns.role or columns.content or config.roles:
         row = {name: _renamed_messages(name, value, config) for name, value in row.items()}

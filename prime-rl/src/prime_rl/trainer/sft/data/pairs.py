@@ -32,6 +32,8 @@ from prime_rl.utils.conversations import (
 from prime_rl.utils.terminal import cut_inside
 
 SIDES = ("chosen", "rejected")
+SCORES = ("score_chosen", "score_rejected")
+"""Columns of UltraFeedback: how good each answer is."""
 EXPECTED_PAIR = "`chosen` and `rejected`, with or without `prompt`"
 LABELLED_FORMATS = (("prompt", "completion", "label"), ("prompt", "response", "label"), ("messages", "label"), SIDES)
 EXPECTED_LABEL = "`prompt`, `completion` and `label`, `messages` and `label`, or `chosen` and `rejected`"
@@ -210,19 +212,26 @@ def sides_of(row: Row) -> tuple[Row, Row]:
 
 def scores_are_flipped(row: Row) -> bool:
     """Whether UltraFeedback's scores of a pair say that the rejected answer is at least as good."""
-    chosen, rejected = (_number(row.get(f"score_{side}")) for side in SIDES)
+    chosen, rejected = (_number(row.get(name)) for name in SCORES)
     return chosen <= rejected  # False if a score is missing
 
 
-def margin_of(row: Row) -> float:
-    """How much better the chosen answer is: the column `margin`, 0 without it or if the cell is empty.
+def margin_of(row: Row, score_margin: float = 0.0) -> float:
+    """How much better the chosen answer is: the column `margin`. Without it or if the cell is empty, `score_margin`
+    times the difference of UltraFeedback's scores.
 
     Raises:
-        RowFault: it is not a finite number.
+        RowFault: it is not a finite number, or a score is needed and is none.
     """
     margin = row.get("margin")
     if is_missing(margin) or (isinstance(margin, str) and not margin.strip()):
-        return 0.0
+        if score_margin == 0:
+            return 0.0
+        chosen, rejected = (_number(row.get(name)) for name in SCORES)
+        if not math.isfinite(chosen - rejected):
+            given = " and ".join(f"`{name}` {_shown(row.get(name))}" for name in SCORES)
+            raise RowFault(f"loss.score_margin needs two finite numbers, got {given}")
+        return score_margin * (chosen - rejected)
     number = _number(margin)
     if not math.isfinite(number):
         raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {_shown(margin)}")
@@ -277,6 +286,7 @@ __all__ = [
     "EXPECTED_LABEL",
     "EXPECTED_PAIR",
     "LABELLED_FORMATS",
+    "SCORES",
     "SIDES",
     "Labelled",
     "Pair",

@@ -289,9 +289,10 @@ class SampleMaker:
         return with_answer_of(sequence, other).first(self.config.seq_len)
 
     def _margin(self, row: Row) -> float:
-        """How much better the chosen answer of a pair is, for a reward model."""
+        """How much better the chosen answer of a pair is, for a reward model or an offset in DPO."""
         try:
-            return margin_of(row) if self._are_scored else 0.0
+            has_margin = self._are_scored or self.config.score_margin > 0
+            return margin_of(row, self.config.score_margin) if has_margin else 0.0
         except RowFault as fault:
             raise BadRow(str(fault)) from fault
 
@@ -324,7 +325,8 @@ def as_bytes(samples: Sequence[Sample]) -> list[Any]:
 
 def _as_bytes(sample: Sample) -> tuple[Any, ...]:
     if isinstance(sample, Pair):
-        key = sample.key if sample.padding_id is None else (sample.key, sample.margin, sample.padding_id)
+        is_plain = sample.padding_id is None and sample.margin == 0
+        key = sample.key if is_plain else (sample.key, sample.margin, sample.padding_id)
         return key, as_bytes(sample.sequences)
     if isinstance(sample, Labelled):
         mismatched = () if sample.mismatched is None else (sample.mismatched,)
