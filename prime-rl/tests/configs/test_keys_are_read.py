@@ -66,6 +66,7 @@ HANDED_ON = {
     "prime_rl.configs.rl.sections.SharedLogConfig": ("prime_rl.configs.rl.propagation", "log"),
     "prime_rl.configs.rl.sections.SharedCheckpointConfig": ("prime_rl.configs.rl.propagation", "ckpt"),
     "rl.judge": ("prime_rl.configs.rl.propagation", "judge"),
+    "rl.model.vision": ("prime_rl.configs.rl.propagation", "vision"),
     "prime_rl.configs.data.LossMaskConfig": ("prime_rl.trainer.sft.data.samples", "loss_mask"),
     "prime_rl.configs.data.ColumnsConfig": ("prime_rl.trainer.sft.data.messages", "of_rows"),
     "prime_rl.configs.sft.SFTEvalConfig": ("prime_rl.configs.sft", "eval"),
