@@ -505,6 +505,9 @@ def _images_of(row: Row, filled: Row) -> list[Any]:
             value = decoded(value, f"`{column_name(row, name)}`")  # a cell of a CSV file
         values = value if isinstance(value, list) else [value]
         if found := [each for each in values if not (is_missing(each) or each == "")]:
+            if len(found) < len(values):
+                at = next(number for number, each in enumerate(values, 1) if is_missing(each) or each == "")
+                raise RowFault(f"`{column_name(row, name)}` has {len(values)} images, and number {at} is missing")
             return found
     return []
 

@@ -157,6 +157,7 @@ def test_images_of_every_format(content: Any, columns: dict[str, Any], expected:
         ({"text": "t", "image": "a"}, "`image` has images: write messages"),
         ({"prompt": "q", "completion": "a", "image": "a"}, "plain text, and the row has images: write messages"),
         ({"messages": CHAT, "images": "[1"}, "`images`: not valid JSON"),
+        ({"messages": CHAT, "images": ["a", None, "b"]}, "`images` has 3 images, and number 2 is missing"),
     ],
 )  # fmt: skip
 def test_images_without_a_place_are_one_line(row: dict[str, Any], said: str) -> None:

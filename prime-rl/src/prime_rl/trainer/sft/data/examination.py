@@ -254,7 +254,8 @@ def worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
 def image_worries(found: Examination, config: SFTDataConfig) -> Iterator[str]:
     """One line if the data of a run with `[model.vision]` has no image."""
     if found.samples and not found.images:
-        yield f"[model.vision] is set, and no row has an image: {config.section}.columns.images names their column"
+        names = f"{config.section}.columns.images names their column"
+        yield f"[model.vision] is set, and no row has an image: {names}. Without one, tower_lr trains nothing"
 
 
 def label_worries(found: Examination, loss: PreferenceLossConfig) -> Iterator[str]:
