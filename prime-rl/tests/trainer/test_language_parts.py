@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from prime_rl.checks.adapters import lora_fault
 from prime_rl.checks.model_description import SEPARABLE_FAMILIES, ModelDescription
 from prime_rl.configs.trainer import LoRAConfig, ModelConfig, TokenizerConfig, WeightCheckpointConfig
 from prime_rl.inference.embedded.engine.model import load_model
@@ -28,6 +29,8 @@ from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.logger import get_logger
+
+from .vision_checkpoints import name_as_on_the_hub
 
 TOKENS = torch.arange(7, 100, 3)
 TEXT: dict[str, Any] = {
@@ -180,6 +183,8 @@ def save_checkpoint(family: str, directory: Path) -> tf.PreTrainedModel:
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     whole.save_pretrained(directory)
+    if family == "gemma3":
+        name_as_on_the_hub(directory / "model.safetensors")
     if family == "qwen3_vl_moe":  # on the hub, the inputs of its experts come first
         file = directory / "model.safetensors"
         turned = {name: each.mT.contiguous() if ".experts." in name else each for name, each in load_file(file).items()}
@@ -278,7 +283,12 @@ def test_every_separable_family_is_compared() -> None:
 def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: str, mesh: Mesh, tmp_path: Path) -> None:
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     whole = save_checkpoint(family, start)
-    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0, "target_modules": ["all-linear"], "rank_pattern": {"layers.0": 8}}
+    lora: dict[str, Any] = {
+        "rank": 4,
+        "alpha": 8.0,
+        "target_modules": ["all-linear"],
+        "rank_pattern": {"model.layers.0": 8},
+    }
     model = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, lora=LoRAConfig(**lora)), mesh)
     reshard(model)
     with torch.no_grad():
@@ -291,6 +301,7 @@ def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: st
     torch.testing.assert_close(logits_of(loaded), scored(model), rtol=1e-4, atol=1e-5)
     if family in ("gemma3", "qwen3_5_moe"):
         settings = LoRAConfig(**lora, path=str(adapter))
+        assert lora_fault(settings, adapter) is None, "patterns are of the language model, and names of the whole"
         continued = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, lora=settings), mesh)
         assert torch.equal(scored(continued), scored(model))
         merged = setup_model(ModelConfig(name=str(start), attn="sdpa", seq_len=128, adapter=str(adapter)), mesh)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers as tf
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 TEXT: dict[str, Any] = {
@@ -155,9 +156,19 @@ def save_checkpoint(name: str, directory: Path, text: Path) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(directory)
+    if name == "gemma3":
+        name_as_on_the_hub(directory / "model.safetensors")
     tokenizer.save_pretrained(directory)
     family.image_processor().save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+
+
+def name_as_on_the_hub(file: Path) -> None:
+    """Name the tower of Gemma 3 as its checkpoints do, and MedGemma's. Transformers reads these names, and writes
+    others."""
+    start = "vision_tower."
+    named = {name.replace(start, f"{start}vision_model.", 1): each for name, each in load_file(file).items()}
+    save_file(named, file, metadata={"format": "pt"})
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:

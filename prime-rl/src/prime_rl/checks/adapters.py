@@ -166,15 +166,22 @@ def lora_fault(lora: LoRAConfig, path: Path) -> str | None:
     return None
 
 
+def _agrees(lora: LoRAConfig, path: str, rank: int, scale: float) -> bool:
+    return lora.rank_of(path) == rank and math.isclose(scale, lora.scale_of(path), rel_tol=1e-6)
+
+
 def _scale_fault(lora: LoRAConfig, given: AdapterSettings, names: Iterable[str]) -> str | None:
     """That a layer has another rank or scale in the adapter, whose tensors have these `names`, than in the config."""
     for name in names:
         path, is_factor, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
         own = _EXPERT.sub("", path)
         rank, scale = given.rank_of(path), given.scale_of(path)
-        asked, divisor = lora.rank_of(own), math.sqrt(rank) if lora.use_rslora else rank
-        if not is_factor or (rank == asked and math.isclose(scale, lora.scale_of(own), rel_tol=1e-6)):
+        # Patterns of a config are for the language model's own paths. Adapters of a checkpoint of several parts have
+        # those of the whole, as `model.language_model.layers`.
+        part = f"model.{own[own.index('layers.') :]}" if ".layers." in own else own
+        if not is_factor or any(_agrees(lora, each, rank, scale) for each in (own, part)):
             continue
+        asked, divisor = lora.rank_of(own), math.sqrt(rank) if lora.use_rslora else rank
         # What the config would have to say about this layer.
         found = f"rank {rank} and alpha {scale * divisor:g}"
         given_alpha = lora.scale_of(own) * (math.sqrt(asked) if lora.use_rslora else asked)
