@@ -166,7 +166,8 @@ def rl_gradient(model: nn.Module, rows: Sequence[Row], mesh: Mesh) -> tuple[floa
 
 
 def taken_gradient(model: nn.Module) -> Tensor:
-    gradient = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradient = torch.cat([full_tensor(each).flatten() for each in gradients])
     model.zero_grad()
     return gradient
 
@@ -213,5 +214,6 @@ def moved_checkpoint(
     return held
 
 
-with leaving_at_once():
-    main(sys.argv[1], Path(sys.argv[2]))
+if __name__ == "__main__":
+    with leaving_at_once():
+        main(sys.argv[1], Path(sys.argv[2]))
