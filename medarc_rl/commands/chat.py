@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
@@ -34,6 +35,9 @@ class ChatOptions:
     prompt: Annotated[
         list[str] | None,
         Option("--prompt", "-p", help="Answer this and stop; several are the turns of one chat. Without it, chat."),
+    ] = None
+    image: Annotated[
+        list[str] | None, Option(help="Image to show with the first message of a chat; several in this order.")
     ] = None
     system: Annotated[str | None, Option(help="System message.")] = None
     temperature: Annotated[
@@ -69,6 +73,7 @@ def plan_of(options: ChatOptions) -> ChatPlan:
     from prime_rl.checks.chat_models import ChatPlan, find_chat_models
     from prime_rl.checks.chat_templates import read_template
     from prime_rl.utils.errors import StartFault
+    from prime_rl.utils.images import ImageFault, ImageLimits, read_image
 
     if options.base is not None and options.no_base:
         raise UsageError("--base and --no-base exclude each other: give one")
@@ -76,6 +81,10 @@ def plan_of(options: ChatOptions) -> ChatPlan:
         found = find_chat_models(options.weights, options.base)
         if options.chat_template is not None:
             read_template("--chat-template", options.chat_template)
+        for image in options.image or ():
+            read_image(image, Path(), ImageLimits())
+    except ImageFault as fault:
+        raise UsageError(f"--image {fault}") from fault
     except StartFault as fault:
         raise UsageError(str(fault)) from fault
     models = [found.tuned] if found.base is None or options.no_base else [found.base, found.tuned]
@@ -88,4 +97,5 @@ def plan_of(options: ChatOptions) -> ChatPlan:
         options.system,
         options.device,
         no_base="" if found.base is not None or options.no_base else found.no_base,
+        images=tuple(options.image or ()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pty
 import subprocess
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.checks.chat_models import ChatModel, ChatPlan
+
+from ..trainer.vision_checkpoints import picture, save_checkpoint
 
 MAX_TOKENS = 12
 
@@ -71,6 +74,18 @@ def adapter(served_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
                 parameter.normal_(std=3.0)
         peft.save_pretrained(directory)
     return directory
+
+
+def test_a_chat_shows_its_images_with_the_first_message(tiny_model_dir: Path, tmp_path: Path) -> None:
+    start, file = tmp_path / "start", tmp_path / "7.png"
+    save_checkpoint("smolvlm", start, tiny_model_dir)
+    picture(40, 30, 0).save(file)
+    done = chat([ChatModel("tuned", str(start))], ["a cat?", "/reset", "a cat?"], images=[str(file)])
+    assert done.returncode == 0, done.stderr
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert f"[image 40x30 sha {digest[:4]}…] {file}" in done.stderr
+    first, again = done.stdout.split("[tuned]\n")[1:]
+    assert first == again
 
 
 def test_base_and_broadcast_weights_answer_as_transformers_does_over_two_turns(

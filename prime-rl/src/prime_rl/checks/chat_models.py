@@ -50,6 +50,8 @@ class ChatPlan:
     device: str = "auto"
     no_base: str = ""
     """Why no base model answers, if the user has not asked for that. Told once the model is loaded."""
+    images: tuple[str, ...] = ()
+    """Files that the models see with the first message."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -58,7 +60,7 @@ class ChatPlan:
     def from_json(cls, text: str) -> ChatPlan:
         values = json.loads(text)
         models = tuple(ChatModel(**each) for each in values.pop("models"))
-        return cls(models=models, **{**values, "prompts": tuple(values["prompts"])})
+        return cls(models=models, **{**values, "prompts": tuple(values["prompts"]), "images": tuple(values["images"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from prime_rl.inference.embedded.errors import EngineError
 from prime_rl.inference.model_files import WeightError
 from prime_rl.inference.protocol import ChatBody, RequestError
 from prime_rl.inference.rendering import in_time
+from prime_rl.utils.images import ImageFault, ImageLimits, shown_image
 from prime_rl.utils.imports import import_transformers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import start_program
@@ -29,7 +30,7 @@ from prime_rl.utils.terminal import tell
 if TYPE_CHECKING:
     from prime_rl.inference.embedded.http.service import Service
 
-Message = dict[str, str]
+Message = dict[str, Any]
 PROMPT = "> "
 HELP = "Type a message. /reset starts a new conversation, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer."
 ADAPTER = "tuned"
@@ -43,7 +44,9 @@ class CannotAnswer(Exception):
 class Speaker:
     """One model with its own conversation. Answers while it is `loaded`."""
 
-    def __init__(self, model: ChatModel, service: Service, system: str | None) -> None:
+    def __init__(self, model: ChatModel, service: Service, system: str | None, images: Sequence[str] = ()) -> None:
+        """`images` are URLs of what the model sees with the first message."""
+        self._images = [{"type": "image_url", "image_url": {"url": url}} for url in images]
         self.title = model.title
         self._model = model
         self._service = service
@@ -74,7 +77,10 @@ class Speaker:
         """
         from prime_rl.inference.embedded.http.answers import SampleStream
 
-        asked = [*self._messages, {"role": "user", "content": message}]
+        content: Any = message
+        if self._images and self._messages == self._opening:
+            content = [*self._images, {"type": "text", "text": message}]
+        asked = [*self._messages, {"role": "user", "content": content}]
         name = ADAPTER if self._model.adapter is not None else None
         body = ChatBody.model_validate({"messages": asked, "model": name, **sampling})
         try:
@@ -102,8 +108,8 @@ class Speaker:
             self._messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def speaker_of(model: ChatModel, plan: ChatPlan) -> Speaker:
-    """Load a model.
+def speaker_of(model: ChatModel, plan: ChatPlan, images: Sequence[str]) -> Speaker:
+    """Load a model, which sees images.
 
     Raises:
         EngineError: it cannot be loaded; the message is one line.
@@ -118,7 +124,7 @@ def speaker_of(model: ChatModel, plan: ChatPlan) -> Speaker:
             "max_lora_rank": None if model.adapter is None else _rank(Path(model.adapter)),
         }
     )
-    return Speaker(model, start_service(config), plan.system)
+    return Speaker(model, start_service(config), plan.system, images)
 
 
 def _rank(adapter: Path) -> int | None:
@@ -179,16 +185,27 @@ def _typed() -> Iterator[str]:
             return
 
 
-def _entered(model: ChatModel, plan: ChatPlan, closing: ExitStack) -> Speaker | None:
+def _entered(model: ChatModel, plan: ChatPlan, images: Sequence[str], closing: ExitStack) -> Speaker | None:
     """A running speaker; None if a model that may be missing cannot be loaded."""
     try:
-        return closing.enter_context(speaker_of(model, plan).loaded())
+        return closing.enter_context(speaker_of(model, plan, images).loaded())
     except (EngineError, WeightError) as error:
         if not model.is_optional:
             tell(f"error: {error}")
             raise SystemExit(1) from None
         tell(f"warning: chatting without the base model: {error}")
         return None
+
+
+def _shown(file: str) -> str:
+    """The URL of an image, of which the user sees size and hash."""
+    try:
+        shown = shown_image(file, Path(), ImageLimits())
+    except ImageFault as fault:
+        tell(f"error: {fault}")
+        raise SystemExit(1) from None
+    tell(f"[image {shown.width}x{shown.height} sha {shown.digest[:4]}…] {file}")
+    return shown.url
 
 
 def main() -> None:
@@ -198,7 +215,9 @@ def main() -> None:
     with import_without_gc():
         import_transformers()
     with ExitStack() as closing:
-        speakers = [speaker for model in plan.models if (speaker := _entered(model, plan, closing)) is not None]
+        images = [_shown(image) for image in plan.images]
+        entered = [_entered(model, plan, images, closing) for model in plan.models]
+        speakers = [speaker for speaker in entered if speaker is not None]
         if plan.no_base:
             tell(f"warning: chatting without the base model: {plan.no_base}")
         # From here on Ctrl-C ends an answer.
