@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -20,10 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
+from prime_rl.inference.embedded.engine.vision import PromptImages
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
 from prime_rl.inference.model_files import WeightError
-from prime_rl.inference.protocol import ChatBody, RequestError
+from prime_rl.inference.protocol import ChatBody, RequestError, check_messages
+from prime_rl.transport.images import rope_positions
 
 from ..trainer.vision_checkpoints import FAMILIES, picture, save_checkpoint
 from .conftest import Server
@@ -214,6 +217,7 @@ def test_a_server_takes_images_as_data_and_files_of_its_folder_and_says_why_it_r
             assert re.search(fault, message), message
             assert "\n" not in message
         assert "the chat template must write it once for each image" in ask(data, text="an <image>").text
+        assert "a text holds <image>, the token that stands for images" in ask(text="an <image>").text
         body = {"messages": messages, "tokens": [*tokens, tokens[-1]], "max_tokens": 2}
         assert server.client.post("/v1/chat/completions/tokens", json=body).status_code == 200
         image_id = tf.AutoTokenizer.from_pretrained(start).convert_tokens_to_ids("<image>")
@@ -221,6 +225,20 @@ def test_a_server_takes_images_as_data_and_files_of_its_folder_and_says_why_it_r
         assert "the token that stands for images, and 1 image of" in refused.json()["error"]["message"]
     finally:
         assert server.stop() == 0, "".join(server.lines[-30:])
+
+
+def test_an_answer_that_is_read_again_has_the_positions_behind_its_prompt() -> None:
+    rope = rope_positions(np.array([False, True, True, True, True, False]), [[2, 2]])
+    images = PromptImages((), np.zeros(6, int), None, rope, (0,) * 6)
+    again = images.rope_positions(4, 9)
+    assert again is not None
+    assert again.tolist() == [[1, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("image", [7, {"url": 7}, {"url": "data:,", "path": 7}, None, {}])
+def test_a_part_whose_image_is_no_text_is_refused(image: Any) -> None:
+    with pytest.raises(ValueError, match="a part that is neither `text` nor `image_url`"):
+        check_messages([user({"type": "image_url", "image_url": image})])
 
 
 def test_models_that_read_text_alone_refuse_images_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:

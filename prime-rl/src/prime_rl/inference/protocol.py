@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prime_rl.utils.http_server import MAX_MESSAGES
+from prime_rl.utils.images import source_of
 from prime_rl.utils.terminal import cut_inside
 
 # Limits on what one request may ask for. Requests beyond them are refused with status 4xx.
@@ -404,8 +405,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 def _is_part(part: Any) -> bool:
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    image = part.get("image_url")
-    return isinstance(image.get("url") if isinstance(image, dict) else image, str)
+    return isinstance(source_of(part), str)
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

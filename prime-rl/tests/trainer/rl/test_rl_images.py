@@ -102,7 +102,7 @@ def test_rollouts_have_the_logprobs_of_transformers_and_the_pixels_of_the_policy
     wrong = msgspec.structs.replace
     for changed, fault in (
         (wrong(batch, images=shown[1:]), "names an image that the batch does not have"),
-        (wrong(batch, examples=[wrong(samples[0], images=None)]), "the engine wrote .* tokens for 0 images"),
+        (wrong(batch, examples=[wrong(samples[0], images=None)]), "a text holds .*, the token that stands for images"),
         (wrong(batch, examples=[wrong(samples[0], images=[shown[0].digest] * 2)]), "tokens for 2 images"),
     ):
         with pytest.raises(TrainerError, match=fault):

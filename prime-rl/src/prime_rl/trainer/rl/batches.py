@@ -141,6 +141,8 @@ def _images_fault(sample: TrainingSample, named: Sequence[ImageReference | None]
     written, features = int(of_engine.sum()), sum(images.of_rollout(each).tokens for each in given)
     if written == features:
         return None
+    if not given:
+        return f"a text holds {images.reader.family.token}, the token that stands for images: remove it"
     return (
         f"the engine wrote {written} tokens for {count_of('image', len(given))}, and the trainer's image processor "
         f"makes {features} features: both must read the same preprocessor_config.json"

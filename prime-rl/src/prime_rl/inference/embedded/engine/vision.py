@@ -100,6 +100,14 @@ class PromptImages:
         rope = self.rope_positions_3T
         return 0 if rope is None else int(rope.max()) + 1 - len(self.identity)
 
+    def rope_positions(self, begin: int, end: int) -> np.ndarray | None:
+        """Of the places [begin, end): [3, end - begin]. They may be behind the prompt: a sequence that was preempted is
+        read again with what it has sampled."""
+        if self.rope_positions_3T is None:
+            return None
+        behind = np.arange(max(begin, len(self.identity)), end) + self.shift
+        return np.concatenate([self.rope_positions_3T[:, begin:end], np.broadcast_to(behind, (3, len(behind)))], 1)
+
 
 class ImageStore:
     """Reads the images of requests. Any thread may call its methods."""
@@ -243,8 +251,8 @@ class Tower:
                 index = images.feature_of_token_T[begin:end]
                 places += (at + np.flatnonzero(index)).tolist()
                 parts += list(self._parts(images, index[index > 0] - 1))
-                if images.rope_positions_3T is not None:
-                    own = images.rope_positions_3T[:, begin:end]
+                if (of_images := images.rope_positions(begin, end)) is not None:
+                    own = of_images
             rope.append(own)
             at += end - begin
         device = self._like.device

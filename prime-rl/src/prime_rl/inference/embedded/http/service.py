@@ -62,11 +62,11 @@ class ServedImages:
     folder: Path | None = None
     """Where files are that requests may name; None: they send images as data URLs."""
 
-    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ReadImage]:
+    def read(self, messages: Sequence[Mapping[str, Any]], most_tokens: int) -> list[ReadImage]:
         """The images of a conversation, in order.
 
         Raises:
-            RequestError: one of them cannot be used, or there are too many.
+            RequestError: one of them cannot be used, or there are too many, or they alone take `most_tokens`.
         """
         parts = image_parts(messages)
         if not parts:
@@ -82,6 +82,9 @@ class ServedImages:
             except ImageFault as fault:
                 where = f"messages[{part.message - 1}]: image {number}"
                 raise RequestError(f"{where}: {fault}", param="messages") from fault
+            # Before the next is read: the pixels of 32 large ones would take 10 GB.
+            if (tokens := sum(each.tokens for each in images)) >= most_tokens:
+                raise RequestError(CONTEXT_LENGTH_MESSAGE.format(limit=most_tokens, length=tokens))
         return images
 
 
@@ -156,8 +159,13 @@ class Service:
         return self.tool_parser
 
     def chat_requests(self, body: ChatBody) -> list[GenerationRequest]:
-        images = self.images.read(body.messages)
+        images = self.images.read(body.messages, self.model.max_model_len)
         prompt = body.tokens if isinstance(body, TokensBody) else self.chat_prompt(body, images)
+        reader = None if self.images.store is None else self.images.store.reader
+        if reader is not None and not (images or isinstance(body, TokensBody)) and reader.token_id in prompt:
+            # Trainers take it for an image. In tokens, the model may have sampled it.
+            message = f"messages: a text holds {reader.family.token}, the token that stands for images: remove it"
+            raise RequestError(message, param="messages")
         top = body.top_logprobs if body.logprobs else 0
         asked = body.max_completion_tokens or body.max_tokens
         return [self._request(body, prompt, asked or self.model.defaults.max_new_tokens, top, images)]
@@ -176,7 +184,7 @@ class Service:
     def tokens_of(self, body: TokenizeBody) -> list[int]:
         if body.prompt is not None:
             return self._encoded(body.prompt, body.add_special_tokens is not False)
-        return self.chat_prompt(body, self.images.read(body.messages or []))
+        return self.chat_prompt(body, self.images.read(body.messages or [], self.model.max_model_len))
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text.
