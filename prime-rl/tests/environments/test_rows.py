@@ -171,6 +171,15 @@ def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Writ
         assert has_image(problem.prompt) == is_image, held
         for part in image_parts(problem.prompt):
             assert Path(part.source).is_absolute(), held
+    same = [{"question": "A fracture?", "answer": "yes", "image": f"{n}.png"} for n in (1, 2, 2)]
+    first, second = load({"path": write("rows.jsonl", same)})
+    assert first.id != second.id, "of the same text"
+    marked: dict[str, Any] = {"question": "<image> or <image>?", "answer": "1"}
+    (problem,) = load({"path": write("rows.jsonl", [{**marked, "images": ["a.png", "b.png"]}])})
+    assert [Path(part.source).name for part in image_parts(problem.prompt)] == ["a.png", "b.png"]
+    assert [part.get("text") for part in problem.prompt[-1]["content"]] == [None, " or ", None, "?"]
+    with pytest.raises(RowsFault, match="has 1 image, and its prompt says <image> 2 times"):
+        load({"path": write("rows.jsonl", [{**marked, "images": ["a.png"]}])})
 
 
 def test_ids_survive_filters_mixing_templates_and_other_rows_before(write: Write) -> None:

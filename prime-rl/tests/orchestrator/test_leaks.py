@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from prime_rl.orchestrator.leaks import _Identify
 
 ENVIRONMENT = """
 import verifiers as vf
@@ -82,3 +85,13 @@ def test_a_group_of_environments_lacks_evaluation_rows_if_a_member_does() -> Non
     assert Served(leaky_env.load_environment("group")).describe("eval")["falls_back"]
     assert not Served(leaky_env.load_environment("group")).describe("train")["falls_back"]
     assert not Served(leaky_env.load_environment("own rows")).describe("eval")["falls_back"]
+
+
+def test_prompts_that_ask_the_same_of_different_images_are_different() -> None:
+    def row(image: str) -> dict[str, Any]:
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "A fracture?"}]
+        return {"prompt": [{"role": "user", "content": content}], "answer": "yes"}
+
+    identify = _Identify.for_rows([[row("1.png")]])
+    assert identify(row("1.png")) in identify.known
+    assert identify(row("2.png")) not in identify.known

@@ -11,6 +11,7 @@ from typing import Any
 from prime_rl.environments.adapters.turns import START_COLUMN
 from prime_rl.orchestrator.env_checks.prompts import text_of
 from prime_rl.orchestrator.workers.environment import Environment
+from prime_rl.utils.images import image_parts
 from prime_rl.utils.logger import count_of, get_logger
 
 MOST_ROWS = 200_000
@@ -106,7 +107,9 @@ def _key(row: Mapping[str, Any], with_answer: bool) -> str:
     """Hash of a row, without differences in white space, case and system messages."""
     prompt = next((row[name] for name in _PROMPTS if isinstance(row.get(name), str | list) and row[name]), "")
     if isinstance(prompt, list):
+        shown = [str(part.source) for part in image_parts(prompt)]
         prompt = text_of([message for message in prompt if message.get("role") != "system"] or prompt)
+        prompt = " ".join([prompt, *shown])
     text = " ".join(f"{row.get(START_COLUMN) or ''} {prompt}".lower().split())
     if with_answer or not text:
         text += json.dumps([row.get("answer"), row.get("info")], default=str, sort_keys=True)

@@ -20,7 +20,16 @@ from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig, Scal
 from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass_rates
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
-from prime_rl.utils.conversations import RowFault, has_image, is_chat, is_missing, listed, prompt_messages, tools_of
+from prime_rl.utils.conversations import (
+    IMAGE_MARK,
+    RowFault,
+    has_image,
+    is_chat,
+    is_missing,
+    listed,
+    prompt_messages,
+    tools_of,
+)
 from prime_rl.utils.images import image_parts, located, with_urls
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -153,12 +162,14 @@ def _problem(row: Row, number: int, config: RowsConfig, dataset: DatasetConfig, 
     of_row, tools = _system_and_tools(row) if of.is_of_sft else ("", ())
     system = of_row or dataset.system_prompt or config.system_prompt
     prompt, said = _prompt(question, row, dataset.template or config.template or of.template, system)
+    # Rows may ask the same of different images, which have no place in the question if they are in a column.
+    shown = [part.source for part in image_parts(prompt)]
     prompt = _with_absolute_images(prompt, dataset.path)
     chosen = dataset.rewards if dataset.rewards is not None else config.rewards
     answer = _answer(row, dataset, of, said, is_needed=chosen is None)
     rewards = tuple(chosen or ()) or (RewardSpec(fn=of.reward_of(row) if of.reward_of else of.reward),)
     extra = dict(of.extra(row)) if of.extra else {}
-    id_ = _id(row, number, dataset, of, content_id(question, answer))
+    id_ = _id(row, number, dataset, of, content_id([question, *shown] if shown else question, answer))
     return Problem(id_, dataset.title, prompt, answer, rewards, extra, tools, row)
 
 
@@ -228,7 +239,7 @@ def _prompt(question: Any, row: Row, template: str | None, system: str | None) -
     images = [part for name in _IMAGES for part in _image_parts(row.get(name))]
     if images:
         last = messages[-1]
-        messages[-1] = {**last, "content": [*images, {"type": "text", "text": _text_of(last["content"])}]}
+        messages[-1] = {**last, "content": _placed(images, _text_of(last["content"]))}
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return messages, said
@@ -252,6 +263,19 @@ def _with_absolute_images(prompt: Messages, path: str | None) -> Messages:
         return prompt
     folder = file if file.is_dir() else file.parent
     return with_urls(prompt, [str(located(source, folder)) for source in sources])
+
+
+def _placed(images: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Images where a text says `<image>`, as in rows of SFT; without such places, before it."""
+    first, *others = text.split(IMAGE_MARK)
+    if not others:
+        return [*images, {"type": "text", "text": text}]
+    if len(others) != len(images):
+        given = count_of("image", len(images))
+        raise MissingColumn(f"has {given}, and its prompt says {IMAGE_MARK} {len(others)} times")
+    behind = [[image, {"type": "text", "text": each}] for image, each in zip(images, others, strict=True)]
+    parts = [{"type": "text", "text": first}, *(part for pair in behind for part in pair)]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def _image_parts(value: Any) -> list[dict[str, Any]]:
