@@ -22,7 +22,7 @@ from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.utils.images import ImageLimits, ShownImages, image_parts, read_image
+from prime_rl.utils.images import ImageLimits, ShownImages, image_parts, located_url, read_image
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -141,6 +141,20 @@ async def test_images_reach_the_engine_as_pixels_and_the_trainer_by_name_and_has
     assert read_image(urls[1], tmp_path, ImageLimits()).size == (2, 4)
     assert urls[1].startswith("data:image/png;base64,"), "as pixels"
     assert "tokens" not in policy_server.requests[-1], "the engine writes the tokens of images"
+    held = located_url({"bytes": plain.read_bytes(), "path": None}, tmp_path)
+    assert read_image(held, tmp_path, ImageLimits(), digest=seen[0].digest).size == (4, 2)
+
+
+async def test_shown_images_are_kept_up_to_a_number_of_bytes(tmp_path: Path) -> None:
+    shown = ShownImages(ImageLimits(), most_bytes=500)
+    for number in range(4):
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    files = [str(tmp_path / f"{at % 4}.png") for at in range(8)]
+    asked = [{"role": "user", "content": [{"type": "image", "image": each}]} for each in files]
+    digests = [(await shown.of([each]))[0].digest for each in asked]
+    assert digests[:4] == digests[4:]
+    assert len(set(digests)) == 4
+    assert len(shown._read) < 4
 
 
 @pytest.mark.parametrize("changed", [{"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}])

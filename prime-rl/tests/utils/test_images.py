@@ -122,6 +122,7 @@ SOURCES: dict[str, tuple[Any, str]] = {
     "commands of a terminal": ("\x1b[2Ja.png", "\\x1b[2Ja.png: no such file"),
     "a long path": ("a" * 5000, "cannot be read: File name too long"),
     "a page of the web": ("https://example.org/a.png", "images are not fetched from the web: download it"),
+    "a URL with a host that ends nowhere": ("file://[a.png", "Invalid IPv6 URL"),
     "S3 without a client": ("s3://bucket/a.png", "images on S3 are not read here"),
     "a data URL without base64": ("data:image/svg+xml,<svg/>", "is not of the form data:image/png;base64,…"),
     "a damaged data URL": ("data:image/png;base64,iVBO*", "the image's base64 is damaged"),

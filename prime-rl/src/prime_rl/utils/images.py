@@ -269,10 +269,13 @@ class ShownImages:
     """Shows inference servers the images of conversations. The last ones are kept: the rollouts of a group begin with
     the same."""
 
-    def __init__(self, limits: ImageLimits, fetch: Fetch | None = None, most_kept: int = 64) -> None:
+    def __init__(
+        self, limits: ImageLimits, fetch: Fetch | None = None, most_kept: int = 64, most_bytes: int = 1 << 28
+    ) -> None:
+        """At most `most_kept` images are kept, which have `most_bytes` together as they are sent."""
         self.limits = limits
         self._fetch = fetch
-        self._most_kept = most_kept
+        self._most_kept, self._most_bytes = most_kept, most_bytes
         self._read: OrderedDict[Any, asyncio.Task[ShownImage]] = OrderedDict()
 
     async def of(self, messages: Any) -> list[ShownImage]:
@@ -296,10 +299,15 @@ class ShownImages:
             reading = asyncio.to_thread(shown_image, source, Path(), self.limits, self._fetch)
             self._read[source] = asyncio.create_task(reading)
         self._read.move_to_end(source)
-        task = self._read[source]
-        while len(self._read) > self._most_kept:
+        shown = await asyncio.shield(self._read[source])
+        while len(self._read) > self._most_kept or sum(map(self._num_bytes, self._read)) > self._most_bytes:
             self._read.popitem(last=False)
-        return await asyncio.shield(task)
+        return shown
+
+    def _num_bytes(self, source: str) -> int:
+        task = self._read[source]
+        is_read = task.done() and not task.cancelled() and task.exception() is None
+        return len(source) + (len(task.result().url) if is_read else 0)
 
 
 def content_digest(content: bytes) -> str:
@@ -467,6 +475,12 @@ def requested_bytes(url: str, folder: Path | None, limits: ImageLimits) -> bytes
     return _read(path, _shown(url), limits)
 
 
+def located_url(source: Any, folder: Path) -> str:
+    """As `located`, in text: bytes as a data URL."""
+    found = located(source, folder)
+    return found if isinstance(found, str) else f"data:;base64,{base64.b64encode(found).decode()}"
+
+
 def located(source: Any, folder: Path) -> str | bytes:
     """A source that `read_image` has read from `folder`, for a reader that does not know the folder."""
     if isinstance(source, Mapping):  # as `datasets` stores images
@@ -483,7 +497,10 @@ def _scheme(source: str) -> str:
 
 def _path_in(source: str) -> str:
     """The path that a source without a scheme is, or that a `file:` URL names."""
-    return unquote(urlsplit(source).path) if _scheme(source) == "file" else source
+    try:
+        return unquote(urlsplit(source).path) if _scheme(source) == "file" else source
+    except ValueError as error:  # brackets of an IPv6 address that do not close
+        raise ImageFault(f"{_shown(source)}: {error}") from None
 
 
 def _shown(source: str) -> str:

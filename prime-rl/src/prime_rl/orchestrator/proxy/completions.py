@@ -23,7 +23,7 @@ from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.conversations import NO_IMAGES, has_image
 from prime_rl.utils.http_server import entries_fault
-from prime_rl.utils.images import ImageFault, image_parts, located, with_urls
+from prime_rl.utils.images import ImageFault, image_parts, located_url, with_urls
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -96,7 +96,7 @@ async def _with_images(session: Session, sent: dict[str, Any]) -> tuple[dict[str
     except ImageFault as fault:
         raise Refused(400, str(fault)) from fault
     references = (
-        ImageReference(each.digest, str(located(part.source, Path())), each.height, each.width)
+        ImageReference(each.digest, located_url(part.source, Path()), each.height, each.width)
         for each, part in zip(shown, parts, strict=True)
     )
     return {**sent, "messages": with_urls(sent["messages"], [each.url for each in shown])}, tuple(references)

@@ -143,6 +143,7 @@ class Service:
         self.served = served
         self._worker = VerifiersWorker(served)
         self._servers: dict[str, _Upstream] = {}
+        self._images: dict[ImageLimits | None, ShownImages | None] = {None: None}
 
     async def run_group(
         self,
@@ -157,8 +158,9 @@ class Service:
         asked = msgspec.convert(engine, Engine)
         if (key := repr(engine)) not in self._servers:
             channel = ChatChannel(asked.base_url, asked.headers, asked.timeout_s, MAX_RETRIES)
-            images = None if asked.image_limits is None else ShownImages(asked.image_limits, StoredImages())
-            self._servers[key] = _Upstream(channel, asked.base_model, images)
+            if (limits := asked.image_limits) is not None and limits not in self._images:
+                self._images[limits] = ShownImages(limits, StoredImages())  # one for all servers: it holds files
+            self._servers[key] = _Upstream(channel, asked.base_model, self._images[limits])
         outputs, sessions = await self._worker.run(
             row, size, self._servers[key], model, asked.takes_tokens, sampling_args, max_retries
         )
