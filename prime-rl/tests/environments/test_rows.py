@@ -164,13 +164,16 @@ def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Writ
     for held, is_image in (
         ({"images": ["a.PNG"]}, True),
         ({"image": {"path": "a.dcm"}}, True),
+        ({"image": "data:image/png;base64,aQ=="}, True),
         ({"images": []}, False),
         ({"image": "registry.example/task:1"}, False),  # of a container
     ):
         (problem,) = load({"path": write("rows.jsonl", questions(1, **held))})
         assert has_image(problem.prompt) == is_image, held
         for part in image_parts(problem.prompt):
-            assert Path(part.source).is_absolute(), held
+            assert Path(part.source).is_absolute() or part.source == held["image"]
+    (problem,) = load({"path": write("rows.parquet", questions(1, image=b"i"))})
+    assert [part.source for part in image_parts(problem.prompt)] == ["data:image/jpeg;base64,aQ=="]
     same = [{"question": "A fracture?", "answer": "yes", "image": f"{n}.png"} for n in (1, 2, 2)]
     first, second = load({"path": write("rows.jsonl", same)})
     assert first.id != second.id, "of the same text"
@@ -180,6 +183,15 @@ def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Writ
     assert [part.get("text") for part in problem.prompt[-1]["content"]] == [None, " or ", None, "?"]
     with pytest.raises(RowsFault, match="has 1 image, and its prompt says <image> 2 times"):
         load({"path": write("rows.jsonl", [{**marked, "images": ["a.png"]}])})
+
+
+def test_rows_with_and_without_images_and_a_system_message_are_one_dataset(write: Write) -> None:
+    path = write("rows.jsonl", [*questions(1, image="data:image/png;base64,aQ=="), *questions(2)[1:]])
+    table = load_environment(datasets=[{"path": path}], system_prompt="Be brief.").get_dataset()
+    prompts = sorted(table["prompt"], key=lambda prompt: not has_image(prompt))
+    assert [has_image(prompt) for prompt in prompts] == [True, False]
+    texts = [[part["text"] for message in prompt for part in message["content"]] for prompt in prompts]
+    assert texts == [["Be brief.", None, "Question 0?"], ["Be brief.", "Question 1?"]]
 
 
 def test_ids_survive_filters_mixing_templates_and_other_rows_before(write: Write) -> None:

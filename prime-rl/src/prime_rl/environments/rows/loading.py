@@ -283,12 +283,13 @@ def _image_parts(value: Any) -> list[dict[str, Any]]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     parts = []
     for each in values:
-        content = each.get("bytes") if isinstance(each, Mapping) else None
-        path = each.get("path") if isinstance(each, Mapping) else each
+        content, path = (each.get("bytes"), each.get("path")) if isinstance(each, Mapping) else (None, each)
+        if isinstance(each, bytes):  # a column of bytes, in Parquet
+            content = each
         if content:
             data = base64.b64encode(bytes(content)).decode()
             parts.append({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}})
-        elif isinstance(path, str) and path.lower().endswith(_IMAGE_SUFFIXES):
+        elif isinstance(path, str) and (path[:5].lower() == "data:" or path.lower().endswith(_IMAGE_SUFFIXES)):
             # Others are no images: the `image` of a task for agents is that of a container.
             parts.append({"type": "image_url", "image_url": {"url": path}})
         elif type(each).__module__.startswith("PIL."):  # `datasets` has decoded it

@@ -20,6 +20,7 @@ from prime_rl.environments.rewards.registry import RewardFault, RewardSpec
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import Problem, load_problems
 from prime_rl.environments.rows.sources import RowsFault
+from prime_rl.utils.conversations import has_image
 
 Function = Callable[..., Awaitable[float]]
 _NOT_PASSED_ON = frozenset(
@@ -48,14 +49,23 @@ def load_environment(**args: Any) -> vf.Environment:
 
 def table_of(problems: Sequence[Problem]) -> Dataset:
     """Problems as the dataset of a verifiers environment. `info` is JSON, so that rows may have different columns."""
+    prompts = [problem.prompt for problem in problems]
+    if any(map(has_image, prompts)):
+        # A column of Arrow holds texts or lists, not both: system messages and rows without images become parts too.
+        prompts = [[_in_parts(message) for message in prompt] for prompt in prompts]
     return Dataset.from_dict(
         {
-            "prompt": [problem.prompt for problem in problems],
+            "prompt": prompts,
             "answer": [problem.answer for problem in problems],
             "prompt_id": [problem.id for problem in problems],
             "info": [json.dumps(_info(problem), ensure_ascii=False, default=str) for problem in problems],
         }
     )
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _info(problem: Problem) -> dict[str, Any]:
