@@ -26,6 +26,7 @@ from prime_rl.utils.images import ImageLimits, ShownImages, image_parts, located
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 HELLO = [{"role": "user", "content": "hello"}]
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
@@ -143,6 +144,14 @@ async def test_images_reach_the_engine_as_pixels_and_the_trainer_by_name_and_has
     assert "tokens" not in policy_server.requests[-1], "the engine writes the tokens of images"
     held = located_url({"bytes": plain.read_bytes(), "path": None}, tmp_path)
     assert read_image(held, tmp_path, ImageLimits(), digest=seen[0].digest).size == (4, 2)
+    async with agent_of(policy_server) as agent:
+        agent.session.server.images = ShownImages(ImageLimits(max_images=2))
+        agent.session.files = [str(plain)]  # as an agent's, whose row has this image
+        assert (await agent.ask([{"role": "user", "content": [others[0], {"type": "image", "base64": PIXEL}]}]))[
+            0
+        ] == 200
+        status, answer = await agent.ask([{"role": "user", "content": [others[1]]}])
+        assert (status, "message 1 names an image that its row" in answer["error"]["message"]) == (400, True)
 
 
 async def test_shown_images_are_kept_up_to_a_number_of_bytes(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ async def _with_images(session: Session, sent: dict[str, Any]) -> tuple[dict[str
     images = session.server.images
     if images is None or not (parts := image_parts(sent["messages"])):
         return sent, ()
+    for part in parts:
+        is_data = isinstance(part.source, str) and part.source[:5].lower() == "data:"
+        if session.files is not None and not is_data and part.source not in session.files:
+            where = f"messages: message {part.message}"
+            raise Refused(400, f"{where} names an image that its row does not have: send it as a data URL")
     try:
         shown = await images.of(sent["messages"])
     except ImageFault as fault:

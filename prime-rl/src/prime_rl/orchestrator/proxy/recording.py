@@ -55,6 +55,9 @@ class Session:
     sampling: Mapping[str, Any]
     """Arguments of every request. They replace those of the agent: training must know how tokens were sampled."""
     ends: EndsOfTurns = field(default_factory=EndsOfTurns, repr=False)
+    files: Sequence[Any] | None = None
+    """Images that its requests may name, beside data URLs. None, for the user's own environments: all that this process
+    may read. An agent may name those of its row."""
     calls: list[RecordedCall] = field(default_factory=list)
     num_asked: int = 0
     """Answers that it has asked for."""

@@ -38,6 +38,7 @@ from prime_rl.orchestrator.workers.process import (
     pool_of,
 )
 from prime_rl.utils.engine_keys import published_key
+from prime_rl.utils.images import image_parts
 from prime_rl.utils.logger import count_of, get_logger
 
 KEY_SERVICE = "agents"
@@ -113,6 +114,8 @@ class AgentWorker:
         count = group.size * (group.max_retries + 1)
         chosen = contextlib.nullcontext() if self.process is None else self.process.chosen()
         with self.proxy.sessions.opened(count, group.server, group.sampling_args) as sessions, chosen as process:
+            for session in sessions:
+                session.files = [part.source for part in image_parts(group.row.get("prompt"))]
             attempts = (self._one(group, process, sessions[at :: group.size]) for at in range(group.size))
             try:
                 async with in_time(group.timeout_s, group.example.env, group.example.row):
