@@ -97,12 +97,16 @@ def test_the_named_change_fits(sft_toml: Path) -> None:
     assert (found["verdict"], found["change"]) == ("fits", None)
 
 
-def test_no_change_is_named_that_the_start_refuses(sft_toml: Path) -> None:
+def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path, model: Path) -> None:
     small = ("--gpus", "1", "--data.batch-size", "1", "--data.micro-batch-size", "1", "--data.seq-len", "2048")
     words = ("sft", sft_toml, "--gpu", "80", "--model.ac.freq", "1", *small)
     found = [answer("medarc_train", *words, "--optim.type", optim)["change"] for optim in ("adamw", "adamw8bit")]
     # States of 8 bits stay on the GPU.
     assert [each["set"] for each in found] == ["model.optim_cpu_offload = true", "model.lora.rank = 16"]
+    small = answer(*words, "--gpu", "40", "--model.optim-cpu-offload")["change"]
+    assert small["set"] == "model.fsdp_cpu_offload = true, model.optim_cpu_offload = false"
+    shared = answer("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "48", "--colocate", "4")["change"]
+    assert shared["set"].endswith("--train-gpus 4 --infer-gpus 1 instead of --colocate 4")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,10 @@ def test_a_mesh_of_the_same_gpus_is_proposed_that_fits_and_is_accepted(
         ("--gpu 80 --model.quantization.type nf4", "model.ac.memory_gib = 47.8"),
         ("--gpu 80", "model.ac_offloading.pin_memory = true"),
         ("--gpu 80 --optim.type sgd --data.seq-len 4096", "model.ac.memory_gib = 5.0"),
+        # What a config has of the same table is named, too.
+        ("--gpu 80 --model.quantization.type nf4 --model.ac.freq 4", "model.ac.memory_gib = 47.8, model.ac.freq = 1"),
+        ("--gpu 80 --model.quantization.type nf4 --model.ac.memory-gib 90", "model.ac.memory_gib = 47.8"),
+        ("--gpu 80 --model.ac.freq 2", "model.ac_offloading.pin_memory = true, model.ac.freq = 1"),
     ],
 )
 def test_the_cheapest_settings_for_the_same_gpu_are_accepted_and_fit(
@@ -145,11 +153,12 @@ def test_the_cheapest_settings_for_the_same_gpu_are_accepted_and_fit(
     run_words = ["medarc_train", "sft", sft_toml, "--gpus=1", "--model.lora.rank=16", *ONE_ROW, *words.split()]
     found = answer(*run_words)
     assert (found["change_on_same_gpus"] or found["change"]) == {"set": proposed, "verdict": "fits"}
-    key, value = proposed.split(" = ")
-    after = answer(*run_words, f"--{key}={value}")
+    keys = dict(part.split(" = ") for part in proposed.split(", "))
+    after = answer(*run_words, *(f"--{key}={value}" for key, value in keys.items()))
     assert (after["verdict"], after["change"]) == ("fits", None)
-    if key == "model.ac.memory_gib":  # more would not fit: as little is computed again as possible
-        assert answer(*run_words, f"--{key}={float(value) + 2}")["verdict"] != "fits"
+    if budget := keys.pop("model.ac.memory_gib", None):  # more would not fit: as little is computed again as possible
+        keys["model.ac.memory_gib"] = str(float(budget) + 2)
+        assert answer(*run_words, *(f"--{key}={value}" for key, value in keys.items()))["verdict"] != "fits"
 
 
 def test_answers_of_preferences_are_scored_as_in_rl(sft_toml: Path) -> None:

@@ -36,6 +36,8 @@ _NODE_GPUS = (2, 4, 8)
 _MOST_TRAIN_GPUS = 4
 _MORE_NODES = (2, 4)
 """Times as many nodes."""
+_LEAST_GIB = 0.1
+"""Of activations: all blocks are recomputed."""
 _UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -60,8 +62,8 @@ class Change:
     """It costs less than sending more would."""
     cost: str = ""
     """Its price, in a few words."""
-    is_recomputing: bool = False
-    """It recomputes all blocks, of which some may not need it."""
+    keeping: Callable[[float], Change] | None = None
+    """If it recomputes all blocks: the same for those alone that a budget of activations in GiB takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +147,18 @@ def _by_cost(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
 def _recomputing_less(found: Found, tried: Callable[[Iterable[Change]], Found | None]) -> Found:
     """Give what is left of the GPU to activations that are kept, if blocks are recomputed."""
     gpu, best = found.estimate.gpu, found
-    if gpu is None or not any(change.is_recomputing for change in found.changes):
+    if gpu is None or all(change.keeping is None for change in found.changes):
         return found
     low, high = 0, 10 * gpu.total_bytes // _GIB
     while high - low > 1:  # in tenths of a GiB
         tenths = (low + high) // 2
-        changes = [_keeping(change, tenths / 10) if change.is_recomputing else change for change in found.changes]
+        changes = [change if change.keeping is None else change.keeping(tenths / 10) for change in found.changes]
         less = tried(changes)
         if less is not None and less.estimate.verdict == "fits":
             low, best = tenths, less
         else:
             high = tenths
     return best
-
-
-def _keeping(change: Change, memory_gib: float) -> Change:
-    value, cost = ActivationCheckpointConfig(memory_gib=memory_gib), "blocks beyond it run forward twice"
-    text = f"{change.key}.memory_gib = {memory_gib}"
-    return replace(change, text=text, cost=cost, apply=lambda run: _with(run, change.key, value))
 
 
 def _sent(estimate: Estimate) -> int:
@@ -234,9 +230,10 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
                     yield _set("inference.gpu_memory_utilization", share)
         elif inference.gpu_memory_utilization < 0.9:
             yield _set("inference.gpu_memory_utilization", 0.9)
-    if infer == 0:
-        text = "--train-gpus 1 --infer-gpus 1 instead of --single-gpu"
-        yield Change("gpus", text, lambda run: Variant(run.config, 1, 1))
+    if infer == 0 and train <= _MOST_TRAIN_GPUS:
+        shared = "--single-gpu" if train == 1 else f"--colocate {train}"
+        text = f"--train-gpus {train} --infer-gpus 1 instead of {shared}"
+        yield Change("gpus", text, lambda run: replace(run, infer=1))
     deployment = config.deployment
     if deployment.type == "multi_node":
         for times in _MORE_NODES:
@@ -256,17 +253,32 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
 
 def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
     """Changes that cost time, but leave the result as it is."""
-    if model.ac is None or model.ac.freq > 1:
-        text, key = f"{path}.ac.freq = 1", f"{path}.ac"
-        cost = "a second forward pass"
-        change = Change(key, text, lambda run: _with(run, key, _EVERY_BLOCK), is_free=True, cost=cost)
-        yield replace(change, is_recomputing=True)
+    ac, key = model.ac, f"{path}.ac"
+
+    def keeping(memory_gib: float) -> Change:
+        value, cost = ActivationCheckpointConfig(memory_gib=memory_gib), "blocks beyond it run forward twice"
+        text = f"{key}.memory_gib = {memory_gib}" + _every_block(model, path)
+        return Change(key, text, lambda run: _with(run, key, value), is_free=True, cost=cost, keeping=keeping)
+
+    if ac is None or ac.freq > 1:
+        text, cost = f"{key}.freq = 1", "a second forward pass"
+        yield replace(keeping(_LEAST_GIB), text=text, cost=cost, apply=lambda run: _with(run, key, _EVERY_BLOCK))
+    elif ac.memory_gib is not None and ac.memory_gib > _LEAST_GIB:
+        yield keeping(_LEAST_GIB)
+
+
+def _every_block(model: ModelConfig, path: str) -> str:
+    """The key to write besides another one of `ac`, with which all blocks may be recomputed."""
+    return f", {path}.ac.freq = 1" if model.ac is not None and model.ac.freq > 1 else ""
 
 
 def _slow_changes(model: ModelConfig, optim: OptimizerConfig, path: str) -> Iterator[Change]:
     if model.ac_offloading is None:
         values = {f"{path}.ac": _EVERY_BLOCK, f"{path}.ac_offloading": ActivationOffloadingConfig()}
         text, cost = f"{path}.ac_offloading.pin_memory = true", "a second forward pass, copies"
+        text += _every_block(model, path)
+        if model.ac is not None and model.ac.memory_gib is not None:
+            text += f" instead of {path}.ac.memory_gib"
         yield Change(f"{path}.ac", text, lambda run: _with_all(run, values), cost=cost)
     if model.lora is not None:  # the next ones move all weights in each pass
         yield from _quantizing(model, path)
@@ -279,6 +291,7 @@ def _slow_changes(model: ModelConfig, optim: OptimizerConfig, path: str) -> Iter
         yield replace(_set(f"{path}.optim_cpu_offload", True), cost="states cross the bus twice a step")
     if not model.fsdp_cpu_offload:
         text, cost = f"{path}.fsdp_cpu_offload = true", "weights cross it in each pass"
+        text += f", {path}.optim_cpu_offload = false" if model.optim_cpu_offload else ""
         yield Change(f"{path}.optim_cpu_offload", text, _offloading(path), cost=cost)
     if model.lora is None:
         text, cost = f"{path}.lora.rank = 16", "adapters instead of all weights"
