@@ -66,6 +66,19 @@ def model_files(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def packed_files(state: str) -> dict[str, str]:
+    """The same with one weight in 4 bits, of which only the values and the description `state` are there."""
+    name = "w.quant_state.bitsandbytes__nf4"
+    tensors = {"w": [0, 1], name: [1, 1 + len(state)]}
+    header = {
+        each: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for each, (start, end) in tensors.items()
+    }
+    length = 0x101  # no byte of which is beyond ASCII
+    files = model_files({"model_type": "qwen3", "quantization_config": {"load_in_4bit": True}})
+    return files | {"model/model.safetensors": f"\1\1{6 * chr(0)}{json.dumps(header):<{length}}x{state}"}
+
+
 def nested(family: str, named: str, language_part: str) -> dict[str, str]:
     """The same of a checkpoint that keeps its language model beside a vision tower, as on the hub."""
     parts = {"text_config": {"model_type": language_part, "vocab_size": 8}, "vision_config": {"hidden_size": 8}}
@@ -339,6 +352,18 @@ CASES = {
         "--model.name {dir}/model --model.lora.rank 8",
         "its weights are quantized (gptq), and training reads only bitsandbytes' 4 bits: name its version in bfloat16",
         model_files({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    ),
+    "weights in 4 bits without their scales": Case(
+        "sft",
+        "--model.name {dir}/model --model.lora.rank 8",
+        "its weights in 4 bits are damaged: w.absmax is missing",
+        packed_files('{"shape": [8, 64], "blocksize": 64, "dtype": "bfloat16"}'),
+    ),
+    "weights in 4 bits without a description": Case(
+        "sft",
+        "--model.name {dir}/model --model.lora.rank 8",
+        "its weights in 4 bits are damaged: model.safetensors: w.quant_state.bitsandbytes__nf4 is damaged",
+        packed_files('{"shape": [8, 64'),
     ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"

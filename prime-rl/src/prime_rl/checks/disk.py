@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
@@ -192,13 +192,37 @@ def _stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
     }
     for file, header in files.items():
         for name in [name for name in header if _PACKED_STATE in name]:
-            weight = name.partition(_PACKED_STATE)[0]
-            state = json.loads(_read_bytes(file, found.pop(name)["data_offsets"]))
+            weight, state = name.partition(_PACKED_STATE)[0], _packed_state(file, found.pop(name))
             for part in _PACKED_PARTS:
                 found.pop(weight + part, None)
-            if weight in found:
+            if weight in found and state is not None:
                 found[weight] = {**found[weight], "shape": state["shape"], "is_packed": True}
     return found
+
+
+def packed_fault(folder: Path) -> str | None:
+    """What is wrong with the weights in 4 bits of a folder's safetensors files; None if nothing shows before they are
+    loaded."""
+    files = {file: _header(file) for file in sorted(folder.glob("*.safetensors"))}
+    held = {name for header in files.values() for name in header}
+    for file, header in files.items():
+        for name in [name for name in header if _PACKED_STATE in name]:
+            if (state := _packed_state(file, header[name])) is None:
+                return f"{file.name}: {name} is damaged"
+            parts = ("", *(_PACKED_PARTS if "nested_offset" in state else _PACKED_PARTS[:2]))
+            whole = (name.partition(_PACKED_STATE)[0] + part for part in parts)
+            if missing := next((part for part in whole if part not in held), None):
+                return f"{missing} is missing, and {name} is in {file.name}"
+    return None
+
+
+def _packed_state(file: Path, tensor: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """bitsandbytes' description of a weight in 4 bits, a tensor of `file`; None if it is damaged."""
+    try:
+        state = json.loads(_read_bytes(file, tensor["data_offsets"]))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return state if isinstance(state, dict) and {"shape", "blocksize", "dtype"} <= state.keys() else None
 
 
 def _read_bytes(file: Path, offsets: Sequence[int]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
-from prime_rl.checks.disk import default_hub_cache, snapshot_in_cache, tensor_shapes
+from prime_rl.checks.disk import default_hub_cache, packed_fault, snapshot_in_cache, tensor_shapes
 from prime_rl.checks.model_description import ModelDescription, vision_fault
 from prime_rl.checks.start_dir import NotDownloaded, NotInstalled, StartDir, looks_like_path
 from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
@@ -76,7 +76,7 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
     if not folder.is_dir():
         return _no_folder(name, start)
     try:
-        read_config(folder)
+        is_packed = ModelDescription(read_config(folder)).packed is not None
     except StartFault as fault:
         return str(fault)
     try:
@@ -84,6 +84,8 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
             _check_weights(folder)
     except StartFault as fault:
         return NotDownloaded(fault)
+    if needs_weights and is_packed and (damage := packed_fault(folder)):
+        return NotDownloaded(f"its weights in 4 bits are damaged: {damage}; copy or download it again")
     return None
 
 
