@@ -253,12 +253,23 @@ def test_a_request_cancelled_between_the_inbox_and_the_step_is_not_generated(qwe
     assert (unwanted.sequences[0].num_generated, ahead) == (0, [])
 
 
-def test_stopping_fails_pending_requests(qwen3_dir) -> None:
+def test_stopping_fails_pending_requests_and_calls_to_sleep(qwen3_dir) -> None:
+    """A server cancels calls that are open when it stops."""
     with Engine(runner_of(qwen3_dir)).in_thread() as engine:
         engine.pause().result()
+        left, asleep = engine.sleep(), engine.sleep()
+        assert left.cancel()
+        engine.resume().result()
+        asleep.result()
+        engine.update_weights(None).result()
+        engine.pause().result()
         waiting = engine.submit(request_of(PROMPTS[0]))
-    with pytest.raises(EngineStopped):
-        waiting.result()
+        left, asleep = engine.sleep(), engine.sleep()
+        assert left.cancel()
+        engine.pause().result()
+    for pending in (waiting, asleep):
+        with pytest.raises(EngineStopped):
+            pending.result()
     with pytest.raises(EngineStopped):
         engine.submit(request_of(PROMPTS[0]))
 

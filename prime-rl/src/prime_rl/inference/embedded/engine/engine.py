@@ -59,6 +59,8 @@ class _Command:
 
     action: Callable[[], Any]
     result: Future[Any]
+    is_last: bool = False
+    """Whether it waits until all requests have ended."""
 
     def perform(self) -> None:
         if not self.result.set_running_or_notify_cancel():
@@ -107,8 +109,8 @@ class Engine:
         self.paused = False
         self.is_asleep = False
         """Whether weights, keys and values have left the device, until the next update of weights or adapters."""
-        self._falling_asleep: list[Future[None]] = []
-        """Set once the engine is asleep."""
+        self._falling_asleep: list[_Command] = []
+        """Performed once the engine is asleep."""
         self.stats = EngineStats()
         self._earlier = EngineStats()
         """Counts of all earlier weights."""
@@ -192,9 +194,7 @@ class Engine:
     def sleep(self) -> Future[None]:
         """Free the device's memory once all requests have ended. The next update of weights or adapters wakes it up;
         requests that arrive before wait for it."""
-        asleep: Future[None] = Future()
-        self._call(lambda: self._falling_asleep.append(asleep))
-        return asleep
+        return self._call(lambda: None, is_last=True)
 
     def stop(self) -> None:
         """Make `run` return after its current step. Pending requests fail with `EngineStopped`."""
@@ -243,8 +243,11 @@ class Engine:
                 return True
             if item is None:
                 return False
-            if not isinstance(item, GenerationRequest):
-                item.perform()
+            if isinstance(item, _Command):
+                if item.is_last:
+                    self._falling_asleep.append(item)
+                else:
+                    item.perform()
             elif not item.result.done():  # a step may have dropped what was cancelled while this one lay in the inbox
                 self._scheduler.waiting.extend(item.sequences)
                 self._fail_unless_loaded(item)
@@ -260,7 +263,7 @@ class Engine:
             self.is_asleep = True
             get_logger().info(f"Asleep until the next weights | {self.stats}")
         for asleep in self._falling_asleep:
-            asleep.set_result(None)
+            asleep.perform()
         self._falling_asleep = []
 
     def _wake_up(self) -> None:
@@ -434,9 +437,9 @@ class Engine:
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
 
-    def _call(self, action: Callable[[], Any]) -> Future[Any]:
-        """Run `action` on the engine's thread between two steps."""
-        command = _Command(action, Future())
+    def _call(self, action: Callable[[], Any], *, is_last: bool = False) -> Future[Any]:
+        """Run `action` on the engine's thread between two steps. `is_last`: and once all requests have ended."""
+        command = _Command(action, Future(), is_last)
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine is stopping")
@@ -452,7 +455,7 @@ class Engine:
     def _fail_pending(self) -> None:
         error = EngineStopped("the engine stopped before the request was complete")
         for asleep in self._falling_asleep:
-            asleep.set_exception(error)
+            asleep.fail(error)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             sequence.request.fail(error)
         while not self._inbox.empty():
