@@ -103,8 +103,8 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path
     found = [answer("medarc_train", *words, "--optim.type", optim)["change"] for optim in ("adamw", "adamw8bit")]
     # States of 8 bits stay on the GPU.
     assert [each["set"] for each in found] == ["model.optim_cpu_offload = true", "model.lora.rank = 16"]
-    small = answer(*words, "--gpu", "40", "--model.optim-cpu-offload")["change"]
-    assert small["set"] == "model.fsdp_cpu_offload = true, model.optim_cpu_offload = false"
+    offloading = answer("medarc_train", *words, "--gpu", "40", "--model.optim-cpu-offload")["change"]
+    assert offloading["set"] == "model.fsdp_cpu_offload = true, model.optim_cpu_offload = false"
     on_four = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "48", "--colocate", "4")
     shared = answer(*on_four, "--inference.gpu-memory-utilization", "0.8")["change"]
     assert shared["set"].endswith("--train-gpus 4 --infer-gpus 1 instead of --colocate 4")
