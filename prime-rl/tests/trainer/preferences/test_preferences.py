@@ -382,6 +382,14 @@ def test_a_stopped_reference_goes_on_and_another_model_may_be_it(
     without = reference(None)
     without.find(is_resumed=True)
     assert without.compared[0][0].reference is None
+    # So is the start that an adapter takes from what quantization lost: that of another rank is another one.
+    started, wider = (
+        reference(None, quantization={"type": "nf4"}, lora={"init": "loftq", "rank": rank}) for rank in (4, 8)
+    )
+    started.find(is_resumed=False)
+    started.compute_rest(model)
+    wider.find(is_resumed=False)
+    assert wider.compared[0][0].reference is None
     other_tokens = tmp_path / "other"
     shutil.copytree(moved, other_tokens)
     text = (other_tokens / "tokenizer.json").read_text(encoding="utf-8")

@@ -191,7 +191,9 @@ class Reference:
         labels = {"fingerprint": str(fingerprint_of(stream.config, self.tokenizer).as_dict()), "reference": name or ""}
         if with_weights:
             # Settings of the model count too: its dtype, a random initialization, a longer context.
-            settings = config.model.model_dump_json(exclude={"name", "adapter", "lora"})
+            # A fresh adapter changes nothing, unless it starts from what quantization lost.
+            is_fresh = config.model.lora is None or config.model.lora.init == "default"
+            settings = config.model.model_dump_json(exclude={"name", "adapter", *(("lora",) if is_fresh else ())})
             adapters = _digests_of_adapters(config.model) if name is None else []
             labels["weights"] = " ".join([_digest(name or config.model.name), *adapters, settings])
         return labels
