@@ -102,6 +102,8 @@ BOUNDS = {
     "sft.model.impl": "as `trainer.model.impl`",
     "rl.deployment.num_teacher_nodes": "must stay unset: a run on several nodes starts no teacher",
     "sft.loss_impl": "`torch` is the only value that is supported",
+    "dpo.loss.score_margin": "a validator gives it to `[data]`, whose `score_margin` the reader of rows takes",
+    "rm.loss.score_margin": "as `dpo.loss.score_margin`",
 }
 BOUNDS |= {
     key.replace("sft.", f"{root}.", 1): why
