@@ -3,6 +3,10 @@ saw."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers as tf
+from safetensors.torch import load_file
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.trainer import ModelConfig, TokenizerConfig
+from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.images import setup_images
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
@@ -21,7 +28,7 @@ from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.batches import check_images, pack_batch
 from prime_rl.trainer.rl.rows import Row, score_row
 from prime_rl.transport.messages import ImageReference, MicroBatch, TrainingBatch, TrainingSample
-from prime_rl.utils.images import ImageLimits, shown_image
+from prime_rl.utils.images import ImageLimits, read_image, shown_image
 from prime_rl.utils.pydantic_config import ConfigError, load_config
 
 from ..vision_checkpoints import FAMILIES, SIZES, reference, save_checkpoint, save_rows
@@ -134,3 +141,76 @@ def test_limits_of_images_reach_trainer_and_orchestrator() -> None:
     config = load_config(RLConfig, overrides={**VISION, "model": {"vision": {"max_images": 3}}})
     assert config.trainer.model.vision.limits == config.orchestrator.model.image_limits
     assert config.orchestrator.model.image_limits == ImageLimits(max_images=3)
+
+
+RUN = """
+device = "cpu"
+max_steps = 3
+max_async_level = 1
+seq_len = 128
+model.vision.tower_lr = 3e-3
+trainer.model.attn = "sdpa"
+trainer.optim.lr = 3e-3
+ckpt.interval = 1
+trainer.ckpt.weights.dtype = "float32"
+
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+bound_lag = true
+sampling.max_tokens = 8
+
+[[orchestrator.env]]
+id = "rows"
+args = { datasets = [{ path = "DATA" }], rewards = [{ fn = "fuzzy_match" }] }
+
+[inference]
+backend = "embedded"
+model.max_model_len = 128
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_run_trains_the_tower_and_its_engine_samples_from_each_version(tiny_model_dir: Path, tmp_path: Path) -> None:
+    start, data = tmp_path / "start", tmp_path / "data"
+    save_checkpoint("qwen3_vl", start, tiny_model_dir)
+    save_rows(data)
+    rows = [{"question": f"<image>{n}?", "answer": "abcdefghijklm", "image": f"{n % len(SIZES)}.png"} for n in range(8)]
+    (data / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rl.toml").write_text(RUN.replace("DATA", str(data / "rl.jsonl")))
+    paths = RunPaths(tmp_path / "run")
+    command = [Path(sys.executable).with_name("medarc_train"), "rl", tmp_path / "rl.toml", "--model.name", start]
+    done = subprocess.run([*command, "--output-dir", paths.root], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (parity,) = (line for line in done.stdout.splitlines() if "Parity" in line)
+    differing = re.search(r"differ by (\S+)", parity)
+    assert differing is not None, parity
+    assert float(differing[1]) < 1e-4
+    records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    rewards = [record["reward/mean"] for record in records if record["source"] == "orchestrator"]
+    assert len(rewards) == 3
+    assert all(0 < each < 1 for each in rewards)
+
+    # The answers of the last step are those of Transformers' own class, with the weights and the tower of a version.
+    batch = msgspec.msgpack.decode(paths.orchestrator.batch(2).read_bytes(), type=TrainingBatch)
+    shown = {each.digest: read_image(each.source, Path(), ImageLimits(), None, each.digest) for each in batch.images}
+    processor = tf.AutoImageProcessor.from_pretrained(start, backend="pil")
+
+    def difference(directory: Path, sample: TrainingSample) -> float:
+        model = tf.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+        ids = torch.tensor([sample.prompt_ids])
+        is_image = ids == model.config.image_token_id
+        made = processor([shown[each] for each in sample.images or ()])
+        images = {name: torch.tensor(np.asarray(made[name])) for name in ("pixel_values", "image_grid_thw")}
+        logits = model(input_ids=ids, mm_token_type_ids=is_image.int(), **images).logits
+        logprob = logits[0, -1].log_softmax(-1)[sample.completion_ids[0]]
+        return abs(logprob.item() - sample.inference_logprobs[0])
+
+    for sample in batch.examples:
+        assert sample.version in (1, 2)
+        assert difference(paths.weight(sample.version), sample) < 1e-4
+    assert max(difference(start, sample) for sample in batch.examples) > 1e-3
+    before, after = (load_file(each / "model.safetensors") for each in (start, paths.weight(2)))
+    moved = {name for name, each in before.items() if ".visual." in name and not torch.equal(each, after[name])}
+    assert len(moved) > 20, "the tower has been trained"
