@@ -85,7 +85,7 @@ def model_fault(name: str, start: StartDir, needs_weights: bool = True) -> str |
     except StartFault as fault:
         return NotDownloaded(fault)
     if needs_weights and is_packed and (damage := packed_fault(folder)):
-        return NotDownloaded(f"its weights in 4 bits are damaged: {damage}; copy or download it again")
+        return f"its weights in 4 bits are damaged: {damage}; copy or download it again"
     return None
 
 
