@@ -353,18 +353,6 @@ CASES = {
         "its weights are quantized (gptq), and training reads only bitsandbytes' 4 bits: name its version in bfloat16",
         model_files({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ),
-    "weights in 4 bits without their scales": Case(
-        "sft",
-        "--model.name {dir}/model --model.lora.rank 8",
-        "its weights in 4 bits are damaged: w.absmax is missing",
-        packed_files('{"shape": [8, 64], "blocksize": 64, "dtype": "bfloat16"}'),
-    ),
-    "weights in 4 bits without a description": Case(
-        "sft",
-        "--model.name {dir}/model --model.lora.rank 8",
-        "its weights in 4 bits are damaged: model.safetensors: w.quant_state.bitsandbytes__nf4 is damaged",
-        packed_files('{"shape": [8, 64'),
-    ),
     "two environments of one name": Case(
         "rl", '--orchestrator.env [{{"id":"reverse-text"}},{{"id":"reverse-text"}}]', "is called 'reverse-text'"
     ),
@@ -376,6 +364,16 @@ if find_spec("bitsandbytes") is not None:  # without it, its absence is a second
         "model.quantization does not cover the experts of Qwen3MoeForCausalLM",
         model_files({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}),
     )
+    for what, state, damage in (
+        ("their scales", '{"shape": [8, 64], "blocksize": 64, "dtype": "bfloat16"}', "w.absmax is missing"),
+        ("a description", '{"shape": [8, 64', "model.safetensors: w.quant_state.bitsandbytes__nf4 is damaged"),
+    ):
+        CASES[f"weights in 4 bits without {what}"] = Case(
+            "sft",
+            "--model.name {dir}/model --model.lora.rank 8",
+            f"its weights in 4 bits are damaged: {damage}",
+            packed_files(state),
+        )
 OTHER_WAYS = {
     "run": "medarc_train",
     "estimate": "medarc_train",
