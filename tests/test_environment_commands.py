@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from medarc_rl.environments.installing import Package, misfits_of
@@ -126,6 +127,23 @@ def rows_of(*words: object) -> tuple[int, dict[tuple[str, str], str]]:
 
 def functions(*names: str, **more: object) -> str:
     return json.dumps({"functions": ["contains", *names], **more})
+
+
+@pytest.mark.slow
+def test_rows_with_images_pass_and_a_missing_image_is_named(place: Path) -> None:
+    rows = [{"question": "<image>A fracture?", "answer": "no", "image": f"{number}.png"} for number in range(3)]
+    for row in rows[:2]:
+        Image.new("RGB", (8, 8)).save(place / row["image"])
+    for name, count in (("whole", 2), ("missing", 3)):
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[:count])))
+    args = {"datasets": [{"path": "whole.jsonl"}], "rewards": [{"fn": "exact_match"}]}
+    whole = env("check", "rows", "--rows", 1, "--args", json.dumps(args))
+    assert whole.exit_code == 0, whole.output
+    assert "2 prompts have images, which a model reads with [model.vision]" in whole.output
+    assert "no prompt occurs twice" in whole.output, "other images are other prompts"
+    missing = env("check", "rows", "--args", json.dumps(args | {"datasets": [{"path": "missing.jsonl"}]}))
+    assert missing.exit_code == 1
+    assert "2.png: no such file in" in missing.output
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path
     on_four = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "48", "--colocate", "4")
     shared = answer(*on_four, "--inference.gpu-memory-utilization", "0.8")["change"]
     assert shared["set"].endswith("--train-gpus 4 --infer-gpus 1 instead of --colocate 4")
+    (model / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": 6}))
+    cheapest = ("--trainer.model.lora.rank", "16", "--trainer.model.fsdp-cpu-offload", "--trainer.model.ac.freq", "1")
+    long = ("medarc_train", "rl", rl_toml, "--device", "cuda", "--model.name", model, "--gpu", "24", *cheapest)
+    shorter = answer(*long, "--trainer.model.ac-offloading.pin-memory", "true", "--seq-len", "131072")["change"]
+    assert shorter == {"set": "seq_len = 32768, inference.model.max_model_len = 32768", "verdict": "fits"}
 
 
 @pytest.mark.parametrize(

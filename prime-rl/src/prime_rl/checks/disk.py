@@ -25,7 +25,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _STATES = {"adamw": 2, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _BYTES_IN_8_BITS = 2 * (1 + 4 / QUANTIZED_BLOCK)
-"""Of both moments and their scales, for each parameter."""
+"""Bytes for each parameter: two moments of one byte, and a scale for each block of them."""
 _HEADER_LIMIT = 2**28
 _ADVICE = "set ckpt.keep_last, a larger ckpt.interval or another output_dir"
 
@@ -180,8 +180,8 @@ def _computed_bytes(config: TrainerConfig) -> int:
     return 2 if config.device != "cpu" and gpus_here() else 4
 
 
-_PACKED_STATE = ".quant_state.bitsandbytes__"
-_PACKED_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+PACKED_STATE = ".quant_state.bitsandbytes__"
+PACKED_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 def _stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
@@ -191,9 +191,9 @@ def _stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
         name: tensor for header in files.values() for name, tensor in header.items() if "shape" in tensor
     }
     for file, header in files.items():
-        for name in [name for name in header if _PACKED_STATE in name]:
-            weight, state = name.partition(_PACKED_STATE)[0], _packed_state(file, found.pop(name))
-            for part in _PACKED_PARTS:
+        for name in [name for name in header if PACKED_STATE in name]:
+            weight, state = name.partition(PACKED_STATE)[0], _packed_state(file, found.pop(name))
+            for part in PACKED_PARTS:
                 found.pop(weight + part, None)
             if weight in found and state is not None:
                 found[weight] = {**found[weight], "shape": state["shape"], "is_packed": True}
@@ -201,16 +201,15 @@ def _stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def packed_fault(folder: Path) -> str | None:
-    """What is wrong with the weights in 4 bits of a folder's safetensors files; None if nothing shows before they are
-    loaded."""
+    """What is wrong with the 4-bit weights of a folder; None if their headers and descriptions are whole."""
     files = {file: _header(file) for file in sorted(folder.glob("*.safetensors"))}
     held = {name for header in files.values() for name in header}
     for file, header in files.items():
-        for name in [name for name in header if _PACKED_STATE in name]:
+        for name in [name for name in header if PACKED_STATE in name]:
             if (state := _packed_state(file, header[name])) is None:
                 return f"{file.name}: {name} is damaged"
-            parts = ("", *(_PACKED_PARTS if "nested_offset" in state else _PACKED_PARTS[:2]))
-            whole = (name.partition(_PACKED_STATE)[0] + part for part in parts)
+            parts = ("", *(PACKED_PARTS if "nested_offset" in state else PACKED_PARTS[:2]))
+            whole = (name.partition(PACKED_STATE)[0] + part for part in parts)
             if missing := next((part for part in whole if part not in held), None):
                 return f"{missing} is missing, and {name} is in {file.name}"
     return None

@@ -633,7 +633,8 @@ class ReferenceConfig(BaseConfig):
 
     source: Literal["auto", "adapter", "copy"] = "auto"
     """The model that computes its log-probabilities. `adapter`: the trained one without its LoRA adapters, which needs
-    no memory. `copy`: a second, frozen model in the trainer. `auto`: `adapter` if LoRA starts new, otherwise `copy`."""
+    no memory; also without those that it started with (`lora.path`, `lora.init`). `copy`: a second, frozen model in the
+    trainer. `auto`: `adapter` if adapters start without effect, otherwise `copy`."""
 
     reset_every: Count | None = None
     """Steps after which the reference becomes the policy of that moment. Needs a copy, which checkpoints then hold.

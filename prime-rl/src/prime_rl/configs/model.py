@@ -375,7 +375,7 @@ class ModelConfig(BaseModelConfig):
         if self.quantization is None and self.lora is not None and self.lora.init == "loftq":
             yield "lora.init = 'loftq' makes up for quantization: set quantization = \"nf4\", or remove it"
         if self.quantization is not None:
-            yield from (f"quantization {fault}, or remove it" for fault in self.quantization_faults())
+            yield from (f"quantization {fault}, or remove quantization" for fault in self.quantization_faults())
         if self.ep > 1 and self.ep % self.tp:
             yield f"ep ({self.ep}) is not a multiple of tp ({self.tp}), whose processes hold the same tokens"
 
@@ -403,14 +403,14 @@ class ModelConfig(BaseModelConfig):
         if self.lora is None:
             yield "stores weights that are not trained: set [model.lora]"
         elif self.lora.use_dora:
-            yield "does not go with lora.use_dora, which needs the lengths of the rows: remove that"
+            yield "does not go with lora.use_dora, which needs the lengths of the rows: remove use_dora"
         if self.compile is not None:
-            yield "does not work with [compile]: remove that"
+            yield "does not work with [compile]: remove [compile]"
         for name in ("tp", "ep"):
             if (size := getattr(self, name)) > 1:
                 yield f"does not go with {name} ({size}), which would divide packed weights: use FSDP alone"
         if self.vision is not None:
-            yield "does not go with [vision] yet, whose tower would be quantized too: remove that"
+            yield "does not go with [vision] yet, whose tower would be quantized too: remove [vision]"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prime_rl.checks.disk import PACKED_PARTS, PACKED_STATE
+
 SCALES_BLOCK = 256
 """Scales with one scale."""
-_STATE = ".quant_state.bitsandbytes__"
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Packed:
     @classmethod
     def of(cls, name: str, kind: str, held: dict[str, Any]) -> Packed:
         """Take the matrix `name` with all its parts out of `held`, which has slices by name."""
-        state = json.loads(bytes(held.pop(f"{name}{_STATE}{kind}")[...].tolist()))
-        parts = {part: held.pop(f"{name}.{part}", None) for part in _PARTS}
-        nested = parts["nested_absmax"]
+        state = json.loads(bytes(held.pop(f"{name}{PACKED_STATE}{kind}")[...].tolist()))
+        parts = {part: held.pop(name + part, None) for part in PACKED_PARTS}
+        nested = parts[".nested_absmax"]
         double = None
         if nested is not None:
-            double = (nested[...].float(), parts["nested_quant_map"][...].float(), float(state["nested_offset"]))
+            double = (nested[...].float(), parts[".nested_quant_map"][...].float(), float(state["nested_offset"]))
         return cls(
             held[name],
-            parts["absmax"],
+            parts[".absmax"],
             torch.Size(state["shape"]),
             int(state["blocksize"]),
             kind,
-            parts["quant_map"][...].float(),
+            parts[".quant_map"][...].float(),
             getattr(torch, state["dtype"]),
             double,
         )
@@ -85,7 +85,7 @@ class Packed:
 
 def read_packed(held: dict[str, Any]) -> dict[str, Any]:
     """The slices of a checkpoint by name, with each matrix in 4 bits as one."""
-    for name in [name for name in held if _STATE in name]:
-        weight, _, kind = name.partition(_STATE)
+    for name in [name for name in held if PACKED_STATE in name]:
+        weight, _, kind = name.partition(PACKED_STATE)
         held[weight] = Packed.of(weight, kind, held)
     return held

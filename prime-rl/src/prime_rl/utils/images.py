@@ -490,6 +490,10 @@ def located(source: Any, folder: Path) -> str | bytes:
     return source if _scheme(source) in ("data", "s3") else str((folder / _path_in(source)).absolute())
 
 
+def is_data_url(source: Any) -> bool:
+    return isinstance(source, str) and _scheme(source) == "data"
+
+
 def _scheme(source: str) -> str:
     """What stands before the first colon, if it may be the scheme of a URL. A file's name may have colons too."""
     return source[:8].partition(":")[0].lower() if ":" in source[:8] else ""

@@ -37,7 +37,7 @@ _MOST_TRAIN_GPUS = 4
 _MORE_NODES = (2, 4)
 """Times as many nodes."""
 _LEAST_GIB = 0.1
-"""Of activations: all blocks are recomputed."""
+"""So small a budget of activations that all blocks are recomputed."""
 _UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -73,7 +73,7 @@ class Found:
     changes: Sequence[Change]
     estimate: Estimate
     on_same_gpus: Found | None = None
-    """What makes the run fit without more GPUs, if `changes` need more."""
+    """Changes without more GPUs; only if `changes` have more."""
 
     @property
     def needs_more_gpus(self) -> bool:
@@ -248,7 +248,7 @@ def rl_changes(config: RLConfig, train: int, infer: int) -> Iterator[Change]:
     yield from _slow_changes(config.trainer.model, config.trainer.optim, "trainer.model")
     for part in (2, 4):
         if limits.seq_len // part >= 128:
-            yield _shorter(limits.seq_len // part)
+            yield _shorter(limits.seq_len // part, inference is not None)
 
 
 def _free_changes(model: ModelConfig, path: str) -> Iterator[Change]:
@@ -354,13 +354,13 @@ def _split(tp: int) -> Change:
     return Change("infer_gpus", f"inference.parallel.tp = {tp}", apply)
 
 
-def _shorter(seq_len: int) -> Change:
-    def apply(run: Variant) -> Variant:
-        shorter = _with(_with(run, "trainer.model.seq_len", seq_len), "orchestrator.seq_len", seq_len)
-        has_engine = shorter.config.inference is not None
-        return _with(shorter, "inference.model.max_model_len", seq_len) if has_engine else shorter
-
-    return Change("seq_len", f"seq_len = {seq_len}", apply)
+def _shorter(seq_len: int, has_engine: bool) -> Change:
+    lengths = {"trainer.model.seq_len": seq_len, "orchestrator.seq_len": seq_len}
+    text = f"seq_len = {seq_len}"
+    if has_engine:  # else the engine keeps room for the model's own length
+        lengths["inference.model.max_model_len"] = seq_len
+        text += f", inference.model.max_model_len = {seq_len}"
+    return Change("seq_len", text, lambda run: _with_all(run, lengths))
 
 
 def _set(path: str, value: float | bool) -> Change:

@@ -238,7 +238,7 @@ class Component:
     """The share of the parts that shrinks to the room there is: of the key-value cache, all but one sequence."""
     notes: Sequence[str] = ()
     sent_bytes: int = 0
-    """What a process of a trainer sends to the others, for as many tokens as a row has."""
+    """What a process of the trainer sends to the others, for the tokens of one row."""
 
     @property
     def needed_bytes(self) -> int:
@@ -325,8 +325,8 @@ def _scores_answers(config: SFTConfig) -> bool:
 
 
 def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
-    """Tokens of a row that a process computes. Layers with a state compute all of them, also with `cp`, so a model that
-    has such layers is counted as if all did."""
+    """Tokens of a row that a process computes. Models with layers that carry a state are counted as if each process
+    computed all of them, which is too much for those that divide their heads (`trainer/model/hybrids.py`)."""
     has_states = bool(ModelDescription(shape.config).layer_kinds & STATE_LAYERS)
     return row_tokens if has_states else -(-row_tokens // model.cp)
 
@@ -399,12 +399,12 @@ def estimate_rl(
     if config.inference is not None:
         rollouts = config.orchestrator
         in_flight = rollouts.max_inflight_rollouts or rollouts.batch_size or 1
-        if infer == 0 and device == "cuda":
-            servers = processes  # one on each GPU
+        if infer == 0:
+            servers = processes  # one beside each
         limits = Limits(rollouts.seq_len, math.ceil(in_flight / max(1, servers)), max(1, servers))
         engine = _engine(config.inference, shapes[1], gpu, device, limits)
         is_shared = infer == 0 or (device == "cpu" and not servers)
-        sharing = processes if device == "cpu" else 1
+        sharing = processes if device == "cpu" and infer else 1
         left = room - engine.needed_bytes // sharing if is_shared and room is not None else room
         if left is not None and room is not None and infer == 0 and device == "cuda" and rollouts.servers_sleep:
             kept = 0 if leaves_gpu else sum(map(resident_memory, trained)) + sum(reference.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from prime_rl.checks.memory.shapes import Tensors, count
-from prime_rl.checks.memory.training import Training, adapter_parameters, recomputed_blocks
+from prime_rl.checks.memory.training import Training, adapter_parameters, experts_per_token, recomputed_blocks
 
 Traffic = dict[str, int]
 """Bytes by the key of the mesh that they are sent for; those of FSDP under `dp_shard`."""
@@ -42,7 +42,7 @@ def _summed(size: int, processes: int) -> int:
 
 
 def _of_hidden_states(training: Training, block: Tensors) -> Iterator[tuple[str, int]]:
-    """What the processes that share rows, or experts, send in one pass of a block."""
+    """What a process sends in one pass of a block to those that share its rows, or its experts."""
     shape, model, tokens = training.shape, training.model, training.row_tokens
     cp, tp, ep = model.cp, model.tp, max(model.ep, model.tp)
     heads, kv_heads = max(1, shape.heads // tp), max(1, shape.kv_heads // tp)
@@ -54,8 +54,7 @@ def _of_hidden_states(training: Training, block: Tensors) -> Iterator[tuple[str,
     # Attention's outputs are summed, and so are a dense layer's; those of experts are only gathered.
     yield "tp", _summed(width, tp) + (_gathered(width, tp) if is_sparse else _summed(width, tp))
     if is_sparse:
-        copies = int(shape.config.get("num_experts_per_tok") or 1)
-        yield "ep", 2 * _gathered(width * copies // tp, ep)  # there and back
+        yield "ep", 2 * _gathered(width * experts_per_token(shape) // tp, ep)  # there and back
 
 
 def _of_weights(training: Training, tensors: Tensors, *, is_root: bool = False) -> Iterator[tuple[str, int]]:

@@ -140,7 +140,7 @@ def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConf
     kept = (2 if _has_lean_mlp(shape, block, precision, lora) else 4) if is_gated else 2
     # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
     is_sparse = any(len(size) == 3 for size in block.values())
-    copies = 2 * shape.hidden * _experts_per_token(shape) if is_sparse else 0
+    copies = 2 * shape.hidden * experts_per_token(shape) if is_sparse else 0
     return precision.compute_bytes * (kept * _inner_width(shape, block) + copies) // precision.tp
 
 
@@ -154,7 +154,7 @@ def _inner_width(shape: ModelShape, block: Tensors) -> int:
         if len(size) == 3:
             config = shape.config
             each = config.get("moe_intermediate_size") or config.get("intermediate_size") or size[-2]
-            width += int(each) * _experts_per_token(shape) * path.endswith(("down_proj", "w2"))
+            width += int(each) * experts_per_token(shape) * path.endswith(("down_proj", "w2"))
         elif path.endswith("gate_up_proj"):
             width += size[0] // 2
         elif path.endswith((".up_proj", ".c_fc", ".fc1", ".dense_h_to_4h")):
@@ -163,7 +163,7 @@ def _inner_width(shape: ModelShape, block: Tensors) -> int:
     return width
 
 
-def _experts_per_token(shape: ModelShape) -> int:
+def experts_per_token(shape: ModelShape) -> int:
     return int(shape.config.get("num_experts_per_tok") or 1)
 
 

@@ -30,7 +30,7 @@ from prime_rl.utils.conversations import (
     prompt_messages,
     tools_of,
 )
-from prime_rl.utils.images import image_parts, located, with_urls
+from prime_rl.utils.images import image_parts, is_data_url, located, with_urls
 from prime_rl.utils.logger import count_of, get_logger
 
 Messages = list[dict[str, Any]]
@@ -289,7 +289,7 @@ def _image_parts(value: Any) -> list[dict[str, Any]]:
         if content:
             data = base64.b64encode(bytes(content)).decode()
             parts.append({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}})
-        elif isinstance(path, str) and (path[:5].lower() == "data:" or path.lower().endswith(_IMAGE_SUFFIXES)):
+        elif isinstance(path, str) and (is_data_url(path) or path.lower().endswith(_IMAGE_SUFFIXES)):
             # Others are no images: the `image` of a task for agents is that of a container.
             parts.append({"type": "image_url", "image_url": {"url": path}})
         elif type(each).__module__.startswith("PIL."):  # `datasets` has decoded it

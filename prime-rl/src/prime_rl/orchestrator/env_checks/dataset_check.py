@@ -15,7 +15,7 @@ from prime_rl.environments.rewards.text import accepted_answers
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.env_checks.prompts import CountTokens, text_of
 from prime_rl.orchestrator.workers.environment import Environment
-from prime_rl.utils.conversations import has_image
+from prime_rl.utils.images import image_parts
 
 MOST_ROWS = 20_000
 """Maximum number of rows that are read from a split, from its start."""
@@ -33,7 +33,8 @@ class Rows:
     answers: list[str] = field(default_factory=list)
     missing: Counter[str] = field(default_factory=Counter)
     """Rows that lack a column which others have, by column."""
-    images: int = 0
+    shown: list[str] = field(default_factory=list)
+    """What the images of each prompt are; an empty text if it has none."""
     starts: list[str] = field(default_factory=list)
     """What a row starts, if it is a game: games with the same prompt may go on differently. Otherwise empty texts."""
 
@@ -49,7 +50,7 @@ class Rows:
     @property
     def keys(self) -> list[str]:
         """Hash of each prompt, without differences in white space and case."""
-        texts = (f"{start} {text}" for start, text in zip(self.starts, self.prompts, strict=True))
+        texts = map(" ".join, zip(self.starts, self.prompts, self.shown, strict=True))
         return [hashlib.sha256(" ".join(text.lower().split()).encode(errors="replace")).hexdigest() for text in texts]
 
 
@@ -62,7 +63,7 @@ def read_rows(environment: Environment, split: str) -> Rows:
         prompt = content.get("prompt") or ""
         rows.prompts.append(text_of(prompt))
         rows.answers.append(answer_of(content))
-        rows.images += has_image(prompt)
+        rows.shown.append(" ".join(str(part.source) for part in image_parts(prompt)))
         rows.starts.append(str(content.get(START_COLUMN) or ""))
         rows.missing.update(name for name in columns if content.get(name) is None)
     return rows
@@ -83,12 +84,12 @@ def check_rows(rows: Rows, report: Reporter, count_tokens: CountTokens | None) -
         return
     if count_tokens is not None:
         report.found("ok", subject, f"prompts in tokens: {_numbers([count_tokens(each) for each in rows.prompts])}")
-    empty = [row for row, text in enumerate(rows.prompts) if not text.strip() and not rows.images]
+    empty = [row for row, text in enumerate(rows.prompts) if not text.strip() and not rows.shown[row]]
     if empty:
         report.found("fail", subject, f"{len(empty):,} prompts are empty, the first in row {empty[0]}")
     _check_answers(rows, report, subject)
-    if rows.images:
-        report.found("fail", subject, f"{rows.images:,} prompts have images, and the trained model reads text")
+    if with_images := sum(map(bool, rows.shown)):
+        report.found("ok", subject, f"{with_images:,} prompts have images, which a model reads with [model.vision]")
     for name, lacking in rows.missing.items():
         if name not in ("prompt", "answer"):
             report.found("warn", subject, f"{lacking:,} rows have no {name!r}, which others have")

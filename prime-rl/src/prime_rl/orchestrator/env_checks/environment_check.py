@@ -17,6 +17,8 @@ from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.env_checks.findings import Reporter
 from prime_rl.orchestrator.errors import EnvironmentFault
 from prime_rl.run.process import end_with_launch
+from prime_rl.storage.staging import StoredImages
+from prime_rl.utils.images import ImageLimits, ShownImages
 from prime_rl.utils.imports import import_verifiers, import_without_gc
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import start_program
@@ -61,6 +63,9 @@ async def _check(environment: Any, request: dict[str, Any], report: Reporter) ->
     from prime_rl.orchestrator.servers.server import InferenceServer
 
     count = token_counter(request["model"]) if request["model"] else None
+    environment.image_limits = ImageLimits()  # whether the model reads images is for a config to say
+    report.tries("reading the images of the rows")
+    environment.check_images()
     report.tries("reading the training rows")
     train = read_rows(environment, "train")
     check_rows(train, report, count)
@@ -79,7 +84,8 @@ async def _check(environment: Any, request: dict[str, Any], report: Reporter) ->
     try:
         async with engine.serving():
             await environment.connect()
-            server = InferenceServer(engine.base_url, ClientConfig(base_url=[engine.base_url]), MODEL)
+            shown = ShownImages(environment.image_limits, StoredImages())
+            server = InferenceServer(engine.base_url, ClientConfig(base_url=[engine.base_url]), MODEL, images=shown)
             trials = Trials(environment, engine, server, report, request["limit_s"])
             await check_rewards(trials, train, request["rows"], request["form"], request["turns"])
             await server.close()

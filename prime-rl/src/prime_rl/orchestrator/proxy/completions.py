@@ -23,7 +23,7 @@ from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.conversations import NO_IMAGES, has_image
 from prime_rl.utils.http_server import entries_fault
-from prime_rl.utils.images import ImageFault, image_parts, located_url, with_urls
+from prime_rl.utils.images import ImageFault, image_parts, is_data_url, located_url, with_urls
 
 FORWARDED = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n",
@@ -92,8 +92,7 @@ async def _with_images(session: Session, sent: dict[str, Any]) -> tuple[dict[str
     if images is None or not (parts := image_parts(sent["messages"])):
         return sent, ()
     for part in parts:
-        is_data = isinstance(part.source, str) and part.source[:5].lower() == "data:"
-        if session.files is not None and not is_data and part.source not in session.files:
+        if session.files is not None and not is_data_url(part.source) and part.source not in session.files:
             where = f"messages: message {part.message}"
             raise Refused(400, f"{where} names an image that its row does not have: send it as a data URL")
     try:
