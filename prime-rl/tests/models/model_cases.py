@@ -103,11 +103,11 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "gemma4_unified_assistant glm_moe_dsa kimi_linear longcat_flash mpt zamba zamba2 zaya".split()
     ),
     "Models with images or sound": tuple(
-        "aria_text emu3 fuyu gemma4_unified git got_ocr2 mllama moshi musicgen "
+        "aria_text emu3 fuyu gemma4_unified git got_ocr2 moshi musicgen "
         "musicgen_melody phi4_multimodal qwen4_exp".split()
     ),
     "Checkpoints with a vision tower, in the second table": tuple(
-        "gemma3 gemma3n gemma4 llama4 qwen3_5 qwen3_5_moe".split()
+        "gemma3 gemma3n gemma4 llama4 mllama qwen3_5 qwen3_5_moe".split()
     ),
 }
 

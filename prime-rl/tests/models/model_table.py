@@ -118,7 +118,8 @@ it. `[model.vision]` trains some families on images, with the tower ([images](im
 
 Transformers' classes of aya_vision and cohere2_vision leave out the language model's `logit_scale`, and PaliGemma's its
 `final_logit_softcapping`. vLLM applies them, and so does training. The prompts of PaliGemma are trained causally, as
-text without images runs in its class. The rows of Gemma 3n may not hold tokens of images or sound.
+text without images runs in its class. The rows of Gemma 3n may not hold tokens of images or sound. Of Mllama, the
+layers that attend to images are skipped on text, and stay on the disk; vLLM has no such class since 0.11.
 
 | family | trainer | embedded engine | export round trip | LoRA in PEFT |
 |---|---|---|---|---|"""

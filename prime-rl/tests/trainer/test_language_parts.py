@@ -139,6 +139,15 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
         vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
         image_token_index=3,
     ),
+    "mllama": lambda: tf.MllamaConfig(
+        text_config=TEXT
+        | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        vision_config={key: VISION[key] for key in ("hidden_size", "intermediate_size", "image_size", "patch_size")}
+        | {"num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "intermediate_layers_indices": [0]}
+        | {"vision_output_dim": 64},
+        image_token_index=128,
+    ),
     "paligemma": lambda: tf.PaliGemmaConfig(
         text_config=TEXT | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 16},
         vision_config=VISION | {"model_type": "siglip_vision_model"},

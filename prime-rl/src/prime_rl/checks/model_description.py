@@ -54,27 +54,28 @@ CAUSAL_FAMILIES = frozenset(
 
 SEPARABLE_FAMILIES = frozenset(
     "aya_vision cohere2_vision gemma3 gemma3n gemma4 glm4v got_ocr2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava "
-    "llava_next llava_onevision mistral3 paligemma qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe "
-    "smolvlm vipllava".split()
+    "llava_next llava_onevision mistral3 mllama paligemma qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl "
+    "qwen3_vl_moe smolvlm vipllava".split()
 )
 """Model types with a vision tower whose language part, run alone as the causal class of its config, has the logits of
 the whole on text. Tests compare them."""
 
 PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
     "glm4v_text": "glm4",
+    "mllama_text_model": "llama",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Language parts without a causal class of their own, and the model that they are on text, where the three positions of
-multimodal rotary embeddings are equal."""
+"""Language parts, and the model that they are on text: there, the three positions of multimodal rotary embeddings are
+equal, and layers that attend to images are skipped."""
 
 VISION_FAMILIES = frozenset("gemma3 idefics3 qwen2_5_vl qwen3_vl smolvlm".split())
 """Model types that are trained on images: loss and gradients of packed rows equal Transformers' class. Tests compare
 them."""
 
-_LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES | PLAIN_LANGUAGE_PARTS.keys()
+_LANGUAGE_MODELS = CAUSAL_FAMILIES | SEPARABLE_FAMILIES
 
 UNTRAINED_FAMILIES = frozenset(
     # Their heads change the logits, or have no list of decoder blocks below them.
@@ -96,8 +97,8 @@ UNSCORED_FAMILIES = frozenset(
     "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_text "
     "glm_moe_dsa got_ocr2 gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
     "granitemoeshared hy_v3 hy_v4 hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4 llama4_text mamba "
-    "mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mllama moshi nanochat nemotron_h olmo_hybrid "
-    "olmoe phi4_multimodal qwen2_5_vl_text qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text "
+    "mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mllama mllama_text_model moshi nanochat nemotron_h "
+    "olmo_hybrid olmoe phi4_multimodal qwen2_5_vl_text qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text "
     "qwen3_vl_text qwen4_exp qwen4_exp_text rwkv solar_open trocr vaultgemma xglm youtu zaya bert-generation".split()
 )
 """Families that are trained and of which Transformers has no class for sequence classification, as reward models and
@@ -200,6 +201,14 @@ class ModelDescription:
         other = _HYBRIDS.get(str(text.get("model_type")))
         return frozenset((other,) if other else ())
 
+    @property
+    def layers_on_text(self) -> tuple[int, ...] | None:
+        """The numbers of the layers that run on text; None if all do. Mllama has others, which attend to images."""
+        count, skipped = (self.language_part.get(key) for key in ("num_hidden_layers", "cross_attention_layers"))
+        if not isinstance(skipped, list) or not isinstance(count, int):
+            return None
+        return tuple(index for index in range(count) if index not in skipped)
+
     def training_fault(self, seq_len: int | None = None, trusts_code: bool = False) -> str | None:
         """Why the trainer refuses the model; None if nothing in its config says so.
 
@@ -211,7 +220,9 @@ class ModelDescription:
             return None if trusts_code else f"{self.class_name} comes with code: set trust_remote_code = true to run it"
         if self.family and self.family not in _LANGUAGE_MODELS:
             return f"Transformers has no causal language model of type {self.family!r}; {_LIST}"
-        if self.is_nested and (fault := ModelDescription(self.language_part).training_fault(seq_len)):
+        part = ModelDescription(self.language_part)
+        is_other = self.is_nested and part.family not in PLAIN_LANGUAGE_PARTS
+        if is_other and (fault := part.training_fault(seq_len)):
             return fault
         if self.family in UNTRAINED_FAMILIES or self._changes_with_length(seq_len):
             long = f" for sequences of {seq_len} tokens" if self._changes_with_length(seq_len) else ""
@@ -241,7 +252,9 @@ class ModelDescription:
         return next(filter(None, map(self.setting, ("num_attention_heads", "n_head", "num_heads", "n_heads"))), None)
 
     def serving_fault(self, tp: int) -> str | None:
-        """Why vLLM cannot divide it among `tp` GPUs; None if nothing in this config says so."""
+        """Why vLLM cannot serve it on `tp` GPUs; None if nothing in this config says so."""
+        if self.layers_on_text is not None:
+            return f'vLLM has no {self.class_name} since 0.11: set inference.backend = "embedded"'
         heads, kv_heads = self.attention_heads, self.setting("num_key_value_heads")
         if isinstance(heads, int) and heads % tp:
             return f"parallel.tp = {tp} does not divide the {heads} attention heads of {self.class_name}"

@@ -8,8 +8,9 @@ memory: it stays on the disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from prime_rl.checks.disk import tensor_shapes
-from prime_rl.checks.model_description import PLAIN_LANGUAGE_PARTS, is_of_tower
+from prime_rl.checks.model_description import PLAIN_LANGUAGE_PARTS, ModelDescription, is_of_tower
 from prime_rl.utils.errors import StartFault
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ PROCESSOR_FILES = (
 """Files that a checkpoint of several parts has besides those of a language model."""
 _ATTRIBUTE = "_language_part"
 _STACKED = ".experts.down_proj"
+_LAYER = re.compile(r"(?<=\.layers\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class LanguagePart:
     """Whether its stacked experts are [expert, inputs, outputs], as Qwen3-VL-MoE's. The model's have outputs first."""
     vocab_size: int | None = None
     """Number of embeddings, if the model has been given more than the checkpoint."""
+    layers: tuple[int, ...] | None = None
+    """The number in the checkpoint of each of the model's layers. None if it has the same layers."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows of the model's embeddings, by name, where the checkpoint has further ones for images."""
     is_exported_alone: bool = False
     """Whether exports leave the other tensors out. Weights on their way to an engine have the same names either way."""
 
@@ -71,14 +77,15 @@ class LanguagePart:
         is_stacked = any(name.endswith(_STACKED) for name in held)
         own = list(state if is_stacked else revert_weight_conversion(model, state))
         base = f"{model.base_model_prefix}."
-        in_a_block = next(name.removeprefix(base) for name in own if ".layers.0." in name)
+        layers = ModelDescription(whole.config.to_dict()).layers_on_text
+        in_a_block = next(_numbered(name, layers).removeprefix(base) for name in own if ".layers.0." in name)
         start = _only_start(held, in_a_block)
         path = _only_start([name for name in whole.state_dict() if not is_of_tower(name)], in_a_block)
         names: dict[str, str] = {}
         for name in own:
             # The head stands beside the layers or, in older checkpoints, beside the part that holds them.
             places = (
-                [start + name.removeprefix(base)]
+                [start + _numbered(name, layers).removeprefix(base)]
                 if name.startswith(base)
                 else [each for each in held if each == name or each.endswith(f".{name}")]
             )
@@ -89,7 +96,17 @@ class LanguagePart:
                 raise StartFault(f"{name} is {', '.join(present) or 'missing'} in the checkpoint")
         # By this tensor, as the other is a square where experts are half as wide as the model.
         turned = [tuple(state[name].shape) != tuple(shapes[names[name]]) for name in own if name.endswith(_STACKED)]
-        return cls(folder, names, model.base_model_prefix, path.removesuffix("."), is_stacked, any(turned))
+        # Mllama's head has no rows for the tokens of images, which are never sampled.
+        rows = {
+            name: len(state[name])
+            for name, held_as in names.items()
+            if layers is not None and len(state[name]) < shapes[held_as][0]
+        }
+        return cls(
+            *(folder, names, model.base_model_prefix, path.removesuffix("."), is_stacked, any(turned)),
+            layers=layers,
+            rows=rows,
+        )
 
     def names_of_files(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the model by the checkpoint's names."""
@@ -100,13 +117,14 @@ class LanguagePart:
     def module_in_whole(self, name: str) -> str:
         """The name in the class that the checkpoint names, of a module or weight of the model. PEFT and vLLM use it."""
         if name.startswith(f"{self.base}."):
-            return f"{self.path}{name.removeprefix(self.base)}"
+            return f"{self.path}{_numbered(name, self.layers).removeprefix(self.base)}"
         return f"{self._causal_model}{name}"
 
     def module_in_part(self, name: str) -> str:
         """The reverse of `module_in_whole`."""
         if name.startswith(f"{self.path}."):
-            return f"{self.base}{name.removeprefix(self.path)}"
+            back = None if self.layers is None else {number: index for index, number in enumerate(self.layers)}
+            return f"{self.base}{_numbered(name.removeprefix(self.path), back)}"
         return name.removeprefix(self._causal_model)
 
     @property
@@ -123,12 +141,17 @@ class LanguagePart:
 
     def to_checkpoint(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the checkpoint's names."""
-        return {self.names[name]: self._turned(name, tensor) for name, tensor in weights.items()}
+        whole = {self.names[name]: self._turned(name, tensor) for name, tensor in weights.items()}
+        added = {self.names[name]: rows for name, rows in self.rows.items() if name in weights}
+        for name, tensor in _tensors(self.folder, added):
+            whole[name] = torch.cat([whole[name], tensor[added[name] :].to(whole[name])])
+        return whole
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The language model's weights among `tensors`, by its own names."""
         own = {held: name for name, held in self.names.items()}
-        return {own[name]: self._turned(own[name], tensor) for name, tensor in tensors.items() if name in own}
+        mine = {own[name]: self._turned(own[name], tensor) for name, tensor in tensors.items() if name in own}
+        return mine | {name: mine[name][:rows] for name, rows in self.rows.items() if name in mine}
 
     def is_turned(self, name: str) -> bool:
         """Whether the files hold a weight of the model with its last two dimensions swapped."""
@@ -160,11 +183,13 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
             settings = {key: value for key, value in text.to_dict().items() if key != "model_type"}
             if text.model_type == "qwen3_vl_moe_text":  # its routers always do, and its config does not say so
                 settings["norm_topk_prob"] = True
+            if (layers := ModelDescription(settings).layers_on_text) is not None:
+                settings |= {"num_hidden_layers": len(layers), "attention_dropout": settings.pop("dropout")}
             rope = settings["rope_parameters"]
             settings["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope")}
             text = AutoConfig.for_model(PLAIN_LANGUAGE_PARTS[text.model_type], **settings)
-        # The class of the whole model ties the head, if its own config says so.
-        text.tie_word_embeddings = config.tie_word_embeddings
+        # The class of the whole model ties the head, if its own config says so. Mllama's has no such key.
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
         text.name_or_path = config.name_or_path
     return text
 
@@ -201,6 +226,11 @@ def find_part(model: PreTrainedModel, name: str) -> LanguagePart:
             vars(of_whole)["vision_config"] = SiglipVisionConfig(**kept)  # past the check of its type
         whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
     return LanguagePart.of(model, whole, folder)
+
+
+def _numbered(name: str, numbers: Sequence[int] | Mapping[int, int] | None) -> str:
+    """A name with the number of its layer replaced by that of `numbers`."""
+    return name if numbers is None else _LAYER.sub(lambda found: str(numbers[int(found[0])]), name)
 
 
 def _only_start(names: Iterable[str], end: str) -> str:

@@ -38,7 +38,7 @@ from transformers.modeling_utils import _get_resolved_checkpoint_files, load_sta
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from prime_rl.checks.model_files import loading_fault
-from prime_rl.transport.language_part import attach, find_part
+from prime_rl.transport.language_part import LanguagePart, attach, find_part
 from prime_rl.transport.packed import Packed, read_packed
 from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
@@ -122,10 +122,12 @@ def find_weights(
     """
     if is_part:
         part = find_part(model, name)
+        if adds_embeddings and part.layers is not None:
+            raise StartFault("its embeddings cannot be more: those of images follow them")
         if adds_embeddings:
             part = replace(part, vocab_size=model.config.vocab_size)
         attach(model, part)
-        checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part.names, part.is_turned)
+        checkpoint = Checkpoint.open(sorted(part.folder.glob("*.safetensors"))).only(part)
     else:
         checkpoint = Checkpoint.open(checkpoint_files(name, model, ranks))
     plan = checkpoint.plan(model, enlarges_vocabulary=adds_embeddings)
@@ -252,6 +254,22 @@ class _Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class _First:
+    """The first rows of a tensor in a file."""
+
+    held: Any
+    rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.rows, *_shape(self.held)[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        at, *rest = (slice(None),) if index is ... else index
+        values: Tensor = self.held[(slice(*at.indices(self.rows)), *rest)]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
 class _Enlarged:
     """A tensor in a file with more rows, which hold the mean of its own, as Transformers fills new embeddings."""
 
@@ -296,10 +314,15 @@ class Checkpoint:
                 tensors |= load_state_dict(file)  # maps the file, if it is a zip file
         return cls(read_packed(tensors))
 
-    def only(self, names: Mapping[str, str], is_turned: Callable[[str], bool]) -> Checkpoint:
-        """Some of the tensors under new names: `names` maps those to the old. Some are matrices to be turned."""
-        held = {name: self.tensors[old] for name, old in names.items()}
-        return Checkpoint({name: _Turned(each) if is_turned(name) else each for name, each in held.items()})
+    def only(self, part: LanguagePart) -> Checkpoint:
+        """The tensors of a language part, as its model has them."""
+        own: dict[str, Any] = {}
+        for name, old in part.names.items():
+            held = self.tensors[old]
+            own[name] = _Turned(held) if part.is_turned(name) else held
+            if name in part.rows:
+                own[name] = _First(held, part.rows[name])
+        return Checkpoint(own)
 
     def plan(self, model: PreTrainedModel, *, enlarges_vocabulary: bool = False) -> Plan:
         """Find how each tensor of `model`, which has no values yet, is made. Reads names and shapes only.

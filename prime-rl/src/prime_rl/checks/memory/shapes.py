@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -161,6 +161,8 @@ def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
         named[key] = value
     if named["num_hidden_layers"] > _MOST_LAYERS:
         raise StartFault(f"its config.json has num_hidden_layers = {named['num_hidden_layers']}, which is not valid")
+    if (layers := ModelDescription(named).layers_on_text) is not None:
+        named["num_hidden_layers"] = len(layers)
     for key in _OPTIONAL:
         number(named, key)
     named.setdefault("max_position_embeddings", named.get("n_positions"))
@@ -273,10 +275,13 @@ class ModelShape:
         folder = Path(name) if Path(name).is_dir() else snapshot_in_cache(name, default_hub_cache())
         if folder is None:
             raise StartFault(f"not in the local cache: run `hf download {name} config.json` first")
-        config = with_usual_names(read_config(folder))
+        stated = read_config(folder)
+        config = with_usual_names(stated)
         # The language part of a checkpoint of several parts is trained alone.
         shapes = tensor_shapes(folder)
         held = {name: shape for name, shape in shapes.items() if not is_of_tower(name)}
+        if (layers := ModelDescription(stated).layers_on_text) is not None:
+            held = {_with_number(name, layers): each for name, each in held.items() if _layer_of(name) in (-1, *layers)}
         tensors = _stacked(held) or tensors_of_config(config)
         if is_tied(config):
             tensors = {key: shape for key, shape in tensors.items() if not key.endswith("lm_head.weight")}
@@ -346,6 +351,12 @@ class ModelShape:
     def context(self) -> int | None:
         longest = self.config.get("max_position_embeddings")
         return int(longest) if longest else None
+
+
+def _with_number(name: str, layers: Sequence[int]) -> str:
+    """The name of a tensor of one of the `layers`, by its index among them."""
+    found = _LAYER.search(name)
+    return name if found is None else f"{name[: found.start(1)]}{layers.index(int(found[1]))}{name[found.end(1) :]}"
 
 
 def count(tensors: Tensors) -> int:
