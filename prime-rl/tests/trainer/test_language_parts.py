@@ -27,6 +27,7 @@ from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.model.tokenizer import embeddings_needed, setup_tokenizer
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.transport.language_part import with_other_tower
 from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.logger import get_logger
 
@@ -184,14 +185,13 @@ CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
 
 def save_checkpoint(family: str, directory: Path) -> tf.PreTrainedModel:
     """A tiny checkpoint as on the hub, with random weights everywhere, also where a family starts from ones."""
-    if family == "gemma3n":
-        pytest.importorskip("timm", reason="the vision tower of Gemma 3n is in the package timm")
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        whole = tf.AutoModelForImageTextToText.from_config(CONFIGS[family]())
+        whole = tf.AutoModelForImageTextToText.from_config(with_other_tower(CONFIGS[family]()))
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     whole.save_pretrained(directory)
+    CONFIGS[family]().save_pretrained(directory)
     if family == "gemma3":
         name_as_on_the_hub(directory / "model.safetensors")
     if family == "qwen3_vl_moe":  # on the hub, the inputs of its experts come first
@@ -205,7 +205,11 @@ def save_checkpoint(family: str, directory: Path) -> tf.PreTrainedModel:
 def whole_of(directory: Path) -> tf.PreTrainedModel:
     """The checkpoint as the class that it names; every tensor is used, and none is missing."""
     loaded: Any = tf.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        directory,
+        config=with_other_tower(tf.AutoConfig.from_pretrained(directory)),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     model, report = loaded
     assert not any(report.values()), report

@@ -214,18 +214,28 @@ def find_part(model: PreTrainedModel, name: str) -> LanguagePart:
         OSError: a hub id cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoModelForImageTextToText, SiglipVisionConfig
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     patterns = ["*.safetensors", "*.json", "*.jinja"]
     folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=patterns))
     with torch.device("meta"):
-        of_whole = AutoConfig.from_pretrained(folder)
-        if of_whole.model_type == "gemma3n":
-            # Its own tower needs the package timm. Only the names of the language part are read.
-            kept = {key: getattr(of_whole.vision_config, key) for key in ("vocab_size", "vocab_offset", "rms_norm_eps")}
-            vars(of_whole)["vision_config"] = SiglipVisionConfig(**kept)  # past the check of its type
+        of_whole = with_other_tower(AutoConfig.from_pretrained(folder))
         whole: PreTrainedModel = AutoModelForImageTextToText.from_config(of_whole)  # type: ignore[no-untyped-call]
     return LanguagePart.of(model, whole, folder)
+
+
+def with_other_tower(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a whole checkpoint, changed where its tower needs a package, for uses that do not run the tower.
+
+    That of Gemma 3n needs timm.
+    """
+    from transformers import SiglipVisionConfig
+
+    if config.model_type == "gemma3n":
+        kept = {key: getattr(config.vision_config, key) for key in ("vocab_size", "vocab_offset", "rms_norm_eps")}
+        sizes = {"hidden_size": config.vision_config.hidden_size, "num_hidden_layers": 1, "num_attention_heads": 1}
+        vars(config)["vision_config"] = SiglipVisionConfig(**kept, **sizes)  # past the check of its type
+    return config
 
 
 def _numbered(name: str, numbers: Sequence[int] | Mapping[int, int] | None) -> str:
