@@ -65,6 +65,8 @@ NOT_HERE: Mapping[str, str] = {
     "examples/reverse_text/sft_lora_cpu.toml": "tests/test_examples.py runs it",
     "examples/rubric/rl_cpu.toml": "a judge with 12 GB of memory",
     "examples/three_verifiers/rl_cpu.toml": "makes two interpreters from a registry",
+    "examples/xray_findings/eval_cpu.toml": "tests/test_examples.py runs it",
+    "examples/xray_findings/rl_cpu.toml": "tests/test_examples.py runs it",
 }
 """Recipes that are not run here, and why, or where they are."""
 
