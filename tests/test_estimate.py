@@ -12,6 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_slurm, medarc_train
+from prime_rl.checks.memory import ModelShape
+from prime_rl.checks.memory.estimate import _own_tokens
+from prime_rl.configs.model import ModelConfig
 
 APPS = {"medarc_train": medarc_train.app, "medarc_slurm": medarc_slurm.app}
 
@@ -165,6 +168,41 @@ def test_the_cheapest_settings_for_the_same_gpu_are_accepted_and_fit(
     if budget := keys.pop("model.ac.memory_gib", None):  # more would not fit: as little is computed again as possible
         keys["model.ac.memory_gib"] = str(float(budget) + 2)
         assert answer(*run_words, *(f"--{key}={value}" for key, value in keys.items()))["verdict"] != "fits"
+
+
+def test_nothing_moves_to_a_host_whose_memory_it_exceeds(sft_toml: Path, model: Path, stand_ins: Any) -> None:
+    """1,000 layers of Qwen3-8B: weights, gradients and states of 2.8 TiB."""
+    (stand_ins.directory / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA Large, 2000000\n")
+    (stand_ins.directory / "nvidia-smi").chmod(0o755)
+    (model / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": 1000}))
+    words = ("medarc_train", "sft", sft_toml, "--gpus=1", "--model.ac.freq=1", *ONE_ROW)
+    here, elsewhere = answer(*words), answer(*words, "--gpu", "1953")
+    assert here["gpu"]["bytes"] == pytest.approx(elsewhere["gpu"]["bytes"], rel=0.01)
+    offloaded = "model.optim_cpu_offload = true"
+    found = [(each["change_on_same_gpus"] or each["change"])["set"] for each in (here, elsewhere)]
+    assert (offloaded in found[0], offloaded in found[1]) == (False, True)
+    told = run(*words, "--model.fsdp-cpu-offload", "--estimate")
+    assert told.returncode == 1
+    assert re.search(r"host memory of the trainer: \d{3,}% of this machine's", told.stdout)
+
+
+@pytest.mark.parametrize(("heads", "cp", "part"), [(16, 4, 4), (16, 3, 1), (6, 4, 1)])
+def test_layers_with_a_state_divide_rows_as_far_as_their_heads_allow(heads: int, cp: int, part: int) -> None:
+    hybrid = {"model_type": "qwen3_next", "num_attention_heads": 48, "linear_num_key_heads": heads}
+    shape = ModelShape(QWEN3_8B | hybrid, {})
+    assert _own_tokens(12000, ModelConfig(cp=cp), shape) == 12000 // part
+
+
+def test_expert_parallelism_of_an_engine_divides_experts_among_its_copies(rl_toml: Path, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    words = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "80", "--infer-gpus", "4")
+    words += ("--inference.backend", "vllm", "--inference.parallel.dp", "4")
+    whole, divided = (
+        answer(*words, *more)["components"][1]["parts"]["weights"]
+        for more in ((), ("--inference.enable-expert-parallel",))
+    )
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    assert whole - divided == experts - experts // 4
 
 
 def test_answers_of_preferences_are_scored_as_in_rl(sft_toml: Path) -> None:

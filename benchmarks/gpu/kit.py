@@ -55,6 +55,7 @@ PARTS = (
     Part(
         "tests", "the tests with the mark gpu", 4, command=("-m", "pytest", "-q", "-m", "gpu", *files_with_gpu_tests())
     ),
+    Part("several", "with two and more GPUs: divided rows, layers and experts", 4, "several.py"),
     Part("trainer-speed", "tokens/s, memory, MFU, where the time goes", 9, "trainer_speed.py"),
     Part("engine-speed", "tokens/s with CUDA graphs and without, share of the bandwidth", 4, "engine_speed.py"),
     Part(

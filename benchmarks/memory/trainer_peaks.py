@@ -69,7 +69,7 @@ def measure(case: Case, mesh: Mesh, folder: Path) -> tuple[ModelConfig, Measured
         update()
         states = _bytes(state for states in optimizer.state.values() for state in states.values() if state.ndim)
         weights = _bytes([*model.parameters(), *model.buffers()])
-        with _recording(mesh.process.device) as peak_of:
+        with recording(mesh.process.device) as peak_of:
             forward_and_backward()
             update()
         if not on_cpu:
@@ -139,7 +139,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 @contextmanager
-def _recording(device: torch.device) -> Iterator[Callable[[int], int]]:
+def recording(device: torch.device) -> Iterator[Callable[[int], int]]:
     """Yields a function that returns the peak of the block, from what was allocated before it (on a CPU)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,22 +1,27 @@
-"""Started by `test_divided_rows.py` as four processes under torchrun.
+"""Started as several processes under torchrun, on a CPU by `test_divided_rows.py` and on GPUs by `benchmarks/gpu`.
 
-Arguments: a directory with models, and JSON of the sizes of meshes by model and by the mesh's name. Saves `found.pt`
-there: each model's SFT loss, gradient and fingerprint of frozen weights, on the same rows: where every process computes
-all of them, and where meshes divide rows, tokens, layers and experts. A model whose name ends in "adapter" gets a new
-adapter. One in "replayed" is routed to drawn experts. With "dropout", all processes draw the same random numbers.
-"balanced" adds the load-balancing loss.
+Arguments: the device, a directory with models, and JSON of the sizes of meshes by model and by the mesh's name. Saves
+`found.pt` there: each model's SFT loss, gradient and fingerprint of frozen weights, on the same rows: where every
+process computes all of them, and where meshes divide rows, tokens, layers and experts. A model whose name ends in
+"adapter" gets a new adapter. One in "replayed" is routed to drawn experts. With "dropout", all processes draw the same
+random numbers. "balanced" adds the load-balancing loss.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from model_cases import Case, save_tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -36,6 +41,27 @@ from prime_rl.transport.loading import full_tensor, put_own
 ROW_TOKENS = 46
 LENGTHS = ((7, 39), (46,), (5, 5, 13), (30, 2))
 """Samples of each row. The third row is short, and no row's length is a multiple of four."""
+Device = Literal["cpu", "cuda"]
+Found = dict[tuple[str, str], tuple[float, Tensor, int]]
+"""Loss, gradient and fingerprint by model and mesh."""
+
+
+def launched(
+    directory: Path, models: Mapping[str, tuple[Case, str]], processes: int = 4, device: Device = "cpu"
+) -> Found:
+    """What this script finds of `models`, each with the names of meshes, in one launch."""
+    sizes: dict[str, dict[str, dict[str, int]]] = {}
+    for name, (case, meshes) in models.items():
+        save_tiny_model(case, directory / name)
+        axes = {mesh: re.findall(r"([a-z_]+)(\d)", mesh) for mesh in meshes.split()}
+        sizes[name] = {mesh: {axis: int(size) for axis, size in found} for mesh, found in axes.items()}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*launcher, __file__, device, directory, json.dumps(sizes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded: Found = torch.load(directory / "found.pt")
+    return loaded
 
 
 def rows_of(mesh: Mesh) -> list[PackedRow]:
@@ -58,8 +84,8 @@ def rows_of(mesh: Mesh) -> list[PackedRow]:
 def meshes(
     model: ModelConfig, divisions: dict[str, dict[str, int]], process: Process
 ) -> Iterator[tuple[str, ModelConfig, Mesh]]:
-    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
-    shared = DataAxis.from_ranks(torch.arange(4)[None], ("dp_shard", "tp"), process.rank)
+    whole = init_device_mesh(process.device.type, (process.world_size,), mesh_dim_names=("dp_shard",))
+    shared = DataAxis.from_ranks(torch.arange(process.world_size)[None], ("dp_shard", "tp"), process.rank)
     yield "whole rows", model, Mesh(process, whole, shared)
     for name, sizes in divisions.items():
         config = model.model_copy(update=sizes)
@@ -82,7 +108,7 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
     for row in rows if not losses else ():
         # Of its samples: processes that train on other rows draw for them what one process with all rows does.
         torch.manual_seed(len(row.input_ids))
-        routes = drawn_routes(len(row.input_ids)) if config.name.endswith("replayed") else None
+        routes = drawn_routes(len(row.input_ids)).to(device) if config.name.endswith("replayed") else None
         with replaying(model, routes):
             losses.append(forward_backward(model, [row], CrossEntropy(), [trained_tokens], mesh)["loss"])
     if mesh.tensor_axis is not None and "dropout" in config.name:
@@ -94,7 +120,7 @@ def gradient(config: ModelConfig, mesh: Mesh) -> tuple[float, Tensor, int]:
     whole = torch.cat([full_tensor(each).flatten() for each in gradients])
     # In float32, the norm of all elements together is less exact.
     torch.testing.assert_close(global_norm(gradients), whole.double().norm().float())
-    return loss, whole, identity_of_frozen(model)["weights"]
+    return loss, whole.cpu(), identity_of_frozen(model)["weights"]
 
 
 def drawn_routes(length: int) -> Tensor:
@@ -103,8 +129,9 @@ def drawn_routes(length: int) -> Tensor:
     return torch.from_numpy(np.argsort(random.random((length, 2, 4)))[..., :2].astype(np.uint8))
 
 
-def main(directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> None:
-    process = setup_world("cpu", timeout_s=3600)
+def main(device: Device, directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> None:
+    process = setup_world(device, timeout_s=3600)
+    torch.set_float32_matmul_precision("highest")  # on a GPU, a run multiplies in TF32
     found = {}
     for of_model, sizes in divisions.items():
         dropout = 0.25 if "dropout" in of_model else 0.0
@@ -120,5 +147,6 @@ def main(directory: Path, divisions: dict[str, dict[str, dict[str, int]]]) -> No
     destroy_world()
 
 
-with leaving_at_once():
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    with leaving_at_once():
+        main("cuda" if sys.argv[1] == "cuda" else "cpu", Path(sys.argv[2]), json.loads(sys.argv[3]))

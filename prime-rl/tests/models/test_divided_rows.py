@@ -3,19 +3,11 @@ those that do not."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from model_cases import Case, save_tiny_model
-from torch import Tensor
+from divided_rows_of_a_launch import Found, launched
+from model_cases import Case
 
-SCRIPT = Path(__file__).with_name("divided_rows_of_a_launch.py")
 ATTENDING = {"layer_types": ["linear_attention", "full_attention"]}
 MODELS = {
     "two key-value heads": (Case("llama"), "cp2 tp2 cp4 dp_replicate2-cp2 cp2-tp2 dp_replicate2-tp2"),
@@ -42,25 +34,12 @@ MODELS = {
 }
 """Models, and the meshes of four processes that divide them; `dp_shard` is what remains."""
 DIVISIONS = [(model, mesh) for model, (_, meshes) in MODELS.items() for mesh in meshes.split()]
-Found = dict[tuple[str, str], tuple[float, Tensor, int]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Loss, gradient and fingerprint by model and mesh, from one launch of four processes."""
-    directory = tmp_path_factory.mktemp("divided")
-    sizes: dict[str, dict[str, dict[str, int]]] = {}
-    for name, (case, meshes) in MODELS.items():
-        save_tiny_model(case, directory / name)
-        axes = {mesh: re.findall(r"([a-z_]+)(\d)", mesh) for mesh in meshes.split()}
-        sizes[name] = {mesh: {axis: int(size) for axis, size in found} for mesh, found in axes.items()}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launcher, SCRIPT, directory, json.dumps(sizes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    loaded: Found = torch.load(directory / "found.pt")
-    return loaded
+    """From one launch of four processes."""
+    return launched(tmp_path_factory.mktemp("divided"), MODELS)
 
 
 @pytest.mark.slow

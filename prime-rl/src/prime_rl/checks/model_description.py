@@ -133,6 +133,16 @@ _HYBRIDS: Mapping[str, str] = {
 }
 """The kind of layer that a family has besides attention, for configs without `layer_types`."""
 
+_STATE_HEADS: Mapping[str, str] = {
+    "qwen3_next": "linear_num_key_heads",
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "linear_num_value_heads"),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), "mamba_n_heads"),
+    "nemotron_h": "mamba_num_heads",
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "hidden_size"),
+}
+"""Keys of the number of heads or channels that `model.cp` divides in layers that carry a state, by the family
+(`trainer/model/hybrids.py`). Those of other families run on whole rows in every process."""
+
 DECODED_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that the embedded engine decodes."""
 STATE_LAYERS = frozenset(("linear_attention", "conv", "hybrid", "mlp", "moe"))
@@ -284,6 +294,13 @@ class ModelDescription:
         if isinstance(heads, int) and heads % model.tp:
             return f"model.tp = {model.tp} does not divide the {heads} key-value heads of {self.class_name}"
         return None
+
+    def computes_whole_rows(self, cp: int) -> bool:
+        """Whether some of its layers run on a whole row in each of the `cp` processes that divide it."""
+        if not self.layer_kinds & STATE_LAYERS:
+            return False
+        heads = self.setting(_STATE_HEADS.get(str(self.language_part.get("model_type")), ""))
+        return not isinstance(heads, int) or heads % cp > 0
 
     @property
     def packed(self) -> QuantizationConfig | None:

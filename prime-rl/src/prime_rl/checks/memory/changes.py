@@ -434,6 +434,8 @@ def table_lines(title: str, estimate: Estimate, change: Found | None) -> Iterato
     for part in components:
         for note in part.notes:
             yield from textwrap.wrap(note, WIDTH)
+    if host := estimate.host_share:
+        yield f"host memory of the trainer: {host:.0%} of this machine's"
     if estimate.disk is not None:
         yield from textwrap.wrap(f"disk: {estimate.disk}", WIDTH)
     yield from _conclusion(estimate, change)

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.checks.disk import DiskForecast, ModelSize, forecast_disk
@@ -26,7 +27,7 @@ from prime_rl.checks.memory.training import (
     peak_memory,
     resident_memory,
 )
-from prime_rl.checks.model_description import STATE_LAYERS, ModelDescription
+from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
@@ -154,6 +155,8 @@ class Serving:
     dp: int
     has_graphs: bool
 
+    ep: int = 1
+    """GPUs that divide the experts of each layer; 1: those of `tp`."""
     is_packed: bool = False
     """The embedded engine keeps a second copy of the blocks' matrices, as its kernels for CPUs read them."""
     cache_bytes: int = 0
@@ -162,7 +165,9 @@ class Serving:
     @property
     def weights(self) -> int:
         packed = sum(map(count, self.shape.blocks)) if self.is_packed else 0
-        return (self.shape.parameters + packed) * self.weight_bytes // self.tp
+        experts = sum(prod(size) for block in self.shape.blocks for size in block.values() if len(size) == 3)
+        others = self.shape.parameters + packed - experts
+        return self.weight_bytes * (others // self.tp + experts // max(self.ep, self.tp))
 
     @property
     def token_bytes(self) -> int:
@@ -213,7 +218,10 @@ OtherShapes = Mapping[str, ModelShape]
 TIGHT_SHARE = 0.9
 """Above this share of what is available, allocators fragment and an estimate of 10% may be wrong."""
 CUDA_BYTES = 768 * 2**20
-"""CUDA context, cuBLAS workspaces and NCCL buffers of a trainer process."""
+"""CUDA context and cuBLAS workspaces of a trainer process."""
+NCCL_BYTES = 222 * 2**20
+"""Buffers of one of NCCL's communicators, from its defaults: 4 MiB and those of two other protocols, 9.25 MiB together,
+for each of about 24 channels. Not measured: a process has one for each group of the mesh that it is in."""
 PROCESS_BYTES = 600 * 2**20
 """A Python process with torch and Transformers, on a CPU."""
 PACKED_SHARE = 0.1
@@ -239,6 +247,8 @@ class Component:
     notes: Sequence[str] = ()
     sent_bytes: int = 0
     """What a process of the trainer sends to the others, for the tokens of one row."""
+    host_bytes: int = 0
+    """Memory of the host that a process of the trainer on a GPU keeps."""
 
     @property
     def needed_bytes(self) -> int:
@@ -262,11 +272,22 @@ class Estimate:
     gpu: Gpu | None
     device: Device
     disk: DiskForecast | None
+    nodes: int = 1
+    """Nodes of the trainer."""
 
     @property
     def share(self) -> float:
-        """The largest share of what a component may use."""
-        return max((component.share or 0.0 for component in self.components), default=0.0)
+        """The largest share of what a component may use, on its GPU or of a host that is this machine."""
+        shares = [component.share or 0.0 for component in self.components]
+        return max([*shares, self.host_share or 0.0])
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of this machine's memory that the trainer keeps for its GPUs; None on the CPU, or for another one."""
+        if self.gpu is None or not self.gpu.is_here or self.device == "cpu":
+            return None
+        of_node = sum(part.host_bytes * part.processes // self.nodes for part in self.components)
+        return of_node / usable_memory_bytes()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -315,7 +336,8 @@ def estimate_sft(
         beside = {"tower": shards + shape.tower * training.compute_bytes}
     trainer = _trainer([training], room, config.ckpt, beside)
     trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config)])
-    return Estimate([trainer, *engines], gpu, device, forecast_disk(config, config.output_dir, _size(shape)))
+    disk = forecast_disk(config, config.output_dir, _size(shape))
+    return Estimate([trainer, *engines], gpu, device, disk, nodes)
 
 
 def _scores_answers(config: SFTConfig) -> bool:
@@ -325,10 +347,9 @@ def _scores_answers(config: SFTConfig) -> bool:
 
 
 def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
-    """Tokens of a row that a process computes. Models with layers that carry a state are counted as if each process
-    computed all of them, which is too much for those that divide their heads (`trainer/model/hybrids.py`)."""
-    has_states = bool(ModelDescription(shape.config).layer_kinds & STATE_LAYERS)
-    return row_tokens if has_states else -(-row_tokens // model.cp)
+    """Tokens of a row that a process computes. If only some layers compute all of them, they are counted in all."""
+    computes_all = ModelDescription(shape.config).computes_whole_rows(model.cp)
+    return row_tokens if computes_all else -(-row_tokens // model.cp)
 
 
 def _vision_notes(config: SFTConfig) -> list[str]:
@@ -412,7 +433,7 @@ def estimate_rl(
             left = min(room, left + component.needed_bytes - kept) - CUDA_BYTES
         components = [replace(component, room_bytes=left), engine]
     disk = forecast_disk(trainer, config.output_dir, _size(shapes[0]))
-    return Estimate([*components, *of_frozen], gpu, device, disk)
+    return Estimate([*components, *of_frozen], gpu, device, disk, train_nodes)
 
 
 def _row_tokens(config: RLConfig, shape: ModelShape, device: Device) -> int:
@@ -441,7 +462,9 @@ def _trainer(
     training, *critic = trained
     on_cpu = training.device == "cpu"
     copied = sum(map(copied_state, trained)) if ckpt is not None and ckpt.async_save else 0
-    own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES}
+    groups = sum(getattr(training.model, axis) > 1 for axis in ("dp_replicate", "cp", "tp", "ep"))
+    buffers = NCCL_BYTES * (1 + groups) if training.processes > 1 else 0
+    own = {"copy": copied if on_cpu else 0, "reserve": PROCESS_BYTES if on_cpu else CUDA_BYTES + buffers}
     own[CRITIC] = sum(memory_beside(training, each) for each in critic)
     moved = 0 if on_cpu else sum(map(host_memory, trained)) + copied
     if leaves_gpu and not on_cpu:
@@ -458,7 +481,7 @@ def _trainer(
     if sent:
         of_axes = ", ".join(f"{axis} {size / 2**30:.2f}" for axis, size in traffic.items())
         notes.append(f"sent by each process, for the tokens of one row: {sent / 2**30:.2f} GiB ({of_axes})")
-    return Component("trainer", training.processes, parts, room, notes=notes, sent_bytes=sent)
+    return Component("trainer", training.processes, parts, room, notes=notes, sent_bytes=sent, host_bytes=moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,6 +510,7 @@ def _engine(
         inference.parallel.tp,
         inference.parallel.dp,
         has_graphs=is_vllm and device == "cuda" and not inference.model.enforce_eager,
+        ep=inference.parallel.tp * inference.parallel.dp if is_vllm and inference.enable_expert_parallel else 1,
         is_packed=device == "cpu" and not is_vllm and _is_packed(shape),
         cache_bytes=1 if str(inference.vllm.get("kv_cache_dtype")).startswith("fp8") else 0,
     )

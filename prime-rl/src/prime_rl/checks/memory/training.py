@@ -585,7 +585,7 @@ def _attention_temporaries(training: Training) -> int:
     if training.device == "cuda":
         return heads * training.row_tokens * (4 * shape.key_dim + 4)
     queries = min(length, BLOCK_QUERIES, max(1, BLOCK_SCORES // (heads * length)))
-    scores = heads * queries * length * size
+    scores = heads * queries * length * size // training.model.cp
     outputs = heads * training.row_tokens * size * (shape.value_dim + shape.key_dim)
     keys_and_values = kv_heads * training.row_tokens * 4 * (shape.key_dim + shape.value_dim)
     return _BLOCK_RESULTS * scores + outputs + keys_and_values

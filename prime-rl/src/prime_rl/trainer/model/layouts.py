@@ -400,7 +400,7 @@ _SCORES = 1 << 19
 _MOST_QUERIES = 128
 """Queries per sequence and block. Fewer compute less of what the causal mask discards, but read keys more often."""
 _LONG_SCORES = 1 << 24
-"""Most scores of a block of one long sequence, over all heads: 64 MB in float32."""
+"""Most scores of a block of one long sequence, over all heads: 64 MB in float32, in all processes that divide it."""
 _PADDING, _CALL_SCORES = 1.25, 4096
 """Sequences share a block up to this ratio of padded to useful scores. A block of its own costs as much time as
 `_CALL_SCORES` more of them in each head."""
@@ -427,12 +427,13 @@ def find_sequence_blocks(
     """Arrange a packed row for a process with `heads` query heads. Common prefixes are computed once.
 
     `without_last` as in `prefix_nodes`. It has no effect on a row without common prefixes. `multiple_of` as in
-    `find_shared_prefixes`.
+    `find_shared_prefixes`: the number of processes that divide the row, and with it the memory of a block.
     """
     nodes = prefix_nodes(input_ids_1T, position_ids_1T, without_last=without_last) or _separate(position_ids_1T)
     nodes = _padded(nodes, multiple_of)
     groups = _groups(nodes, max(1, _SCORES // heads))
-    blocks = [block for members in groups for block in _blocks(nodes, members, max(1, _LONG_SCORES // heads))]
+    limit = max(1, _LONG_SCORES // (heads * multiple_of))
+    blocks = [block for members in groups for block in _blocks(nodes, members, limit)]
     return SequenceBlocks(torch.from_numpy(nodes.node_of_token_T), torch.from_numpy(nodes.token_of_node_N), blocks)
 
 

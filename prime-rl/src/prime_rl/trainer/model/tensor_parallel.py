@@ -16,7 +16,7 @@ their layers. Some styles are done here in another way than in Transformers:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -57,6 +57,7 @@ def divide_layers(model: PreTrainedModel, tp: DeviceMesh, process: Process) -> i
         _check_sizes(path, module, style, tp.size())
     model._tp_plan = {path: style for path, style in plan.items() if style not in _OWN_STYLES}
     apply_tensor_parallelism(model, tp)
+    styles = {(module, style) for _, module, style in divided}
     for _, module, style in divided:
         if isinstance(adapter := getattr(module, "lora", None), LowRank):
             _divide_adapter(adapter, style, tp)
@@ -66,6 +67,10 @@ def divide_layers(model: PreTrainedModel, tp: DeviceMesh, process: Process) -> i
             rotated = model.config.get_text_config().qk_rope_head_dim
             # After the hook that adds the output of an adapter.
             module.register_forward_hook(partial(_sum_gradient_of_last, count=rotated, tp=tp))
+    for parent in model.modules():
+        layers = [layer for layer in parent.children() if (layer, "colwise") in styles]
+        if len(layers) > 1:
+            _share_input(parent, layers, tp)
     if process.is_main:
         get_logger().info(f"Tensor parallelism: {tp.size()} processes divide {count_of('layer', len(divided))}")
     return tp.size() if any("att" in path and style == "colwise" for path, style in plan.items()) else 1
@@ -123,6 +128,26 @@ class _DividedDropout(nn.Dropout):
             return part
         whole = super().forward(part.new_ones(*part.shape[:-1], part.shape[-1] * self._tp.size()))
         return part * whole.tensor_split(self._tp.size(), -1)[self._tp.get_local_rank()]
+
+
+def _share_input(parent: nn.Module, layers: Sequence[nn.Module], tp: DeviceMesh) -> None:
+    """Let `layers` of `parent` that read the same states add the gradients of these, before processes sum them.
+
+    Queries, keys and values would else each send a gradient of all states.
+    """
+    last: dict[str, Tensor] = {}
+
+    def shared(forward: Callable[..., Any], given: Tensor) -> Any:
+        if not (torch.is_grad_enabled() and given.requires_grad):
+            return forward(given)
+        if last.get("given") is not given:
+            last.update(given=given, whole=DTensor.from_local(given, tp, [Replicate()], run_check=False))
+        return forward(last["whole"])
+
+    for layer in layers:
+        layer.forward = partial(shared, layer.forward)
+    # Recomputed blocks end by an exception once they have what the backward pass needs.
+    parent.register_forward_hook(lambda *_: last.clear(), always_call=True)
 
 
 def divided(weight: nn.Parameter, axis: int, sharing: DeviceMesh) -> nn.Parameter:
