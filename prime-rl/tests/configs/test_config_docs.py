@@ -63,10 +63,16 @@ def test_what_is_not_built_is_found_in_every_item_of_a_list() -> None:
 
 
 def test_a_key_without_effect_is_warned_of_and_not_refused() -> None:
-    options = [*RL, "--trainer.log.vf-level=debug", "--orchestrator.model.trust-remote-code"]
+    options = [
+        *RL,
+        "--trainer.log.vf-level=debug",
+        "--orchestrator.model.trust-remote-code",
+        "--trainer.model.impl=custom",
+    ]
     with pytest.warns(ConfigWarning) as caught:
         assert unbuilt_faults(load_config(RLConfig, [], options)) == []
     assert [str(warning.message) for warning in caught] == [
+        "trainer.model.impl = 'custom' has no effect: models come from Transformers, as with auto",
         "trainer.log.vf_level has no effect: the trainer runs no environments",
         "orchestrator.model.trust_remote_code has no effect: the orchestrator loads no model code",
     ]

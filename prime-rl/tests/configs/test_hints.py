@@ -275,6 +275,11 @@ ELSEWHERE: list[tuple[type, str, str | None]] = [
         "model.quantization_config",
         'set model.quantization = "nf4" or "int8", with [model.lora]; `--estimate` says how much memory is needed',
     ),
+    (
+        SFTConfig,
+        "model.pp",
+        "there is no pipeline parallelism: divide layers with model.tp, rows with model.cp, experts with model.ep",
+    ),
     (RLConfig, "trainer.model.load_in_4bit", f"use trainer.{LOAD_IN_4BIT}"),
     (RLConfig, "beta", f"use trainer.loss.kl_coef ({KL})"),
     (RLConfig, "kl_coef", f"use trainer.loss.kl_coef ({KL})"),

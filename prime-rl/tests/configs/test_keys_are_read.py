@@ -98,7 +98,7 @@ BEFORE_LOADING = {
 BOUNDS = {
     "rl.deployment.gpus_per_node": "the most GPUs that the components may have together",
     "sft.deployment.gpus_per_node": "the most processes of a run",
-    "trainer.model.impl": "`hf` and `auto` mean the same as long as `custom` is not supported",
+    "trainer.model.impl": "all values mean Transformers' code; `custom` warns",
     "sft.model.impl": "as `trainer.model.impl`",
     "rl.deployment.num_teacher_nodes": "must stay unset: a run on several nodes starts no teacher",
     "sft.loss_impl": "`torch` is the only value that is supported",

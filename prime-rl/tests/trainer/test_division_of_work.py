@@ -86,6 +86,17 @@ def test_a_checkpoint_moves_between_divided_and_whole_layers(results: dict[int, 
         assert torch.equal(saved, loaded)
 
 
+def test_eight_processes_train_as_one(tmp_path: Path) -> None:
+    """Copies, rows and layers divided in two each: SFT, DPO and RL, exports, and checkpoints of one and of eight."""
+    table = Path(__file__).with_name("all_meshes.py")
+    cell = ["--models", "dense", "--settings", "all weights", "--meshes", "dp_replicate2-cp2-tp2"]
+    command = [sys.executable, table, tmp_path, "--processes", "8", *cell]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("other bits: none") == 2
+
+
 def test_offloaded_parameters_give_bit_identical_results(results: dict[int, dict[str, Any]]) -> None:
     for found in results.values():
         assert all(torch.equal(tensor, found["adamw"][name]) for name, tensor in found["fsdp_cpu_offload"].items())

@@ -262,7 +262,7 @@ class ModelConfig(BaseModelConfig):
     """Context-parallel size: number of processes that divide the tokens of a packed row (Ulysses)."""
 
     impl: Literal["hf", "custom", "auto"] = "auto"
-    """Model code: Transformers' (`hf`) or our own (`custom`). `auto` prefers our own, if there is any."""
+    """Model code: all three mean Transformers'. `custom` warns: no family needs code of our own."""
 
     optimization_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the master weights."""

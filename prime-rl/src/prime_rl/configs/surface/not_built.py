@@ -34,7 +34,7 @@ def _of_both_trainers(key: str, why: str, values: tuple[Any, ...] = (), refused:
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("rl.max_model_len", "set `inference.model.max_model_len`"),
     *_of_both_trainers("model.attn", "use flash_attention_2, flash_attention_3 or sdpa", ("fa4",)),
-    *_of_both_trainers("model.impl", "models come from Transformers: use hf or auto", ("custom",)),
+    *_of_both_trainers("model.impl", "models come from Transformers, as with auto", ("custom",), refused=False),
     NotBuilt("sft.loss_impl", "use torch, which also holds few logits at a time", ("liger",)),
     *_of_both_trainers("log.env_worker_logs", "the trainer runs no environments"),
     *_of_both_trainers("log.vf_level", "the trainer runs no environments", refused=False),
@@ -79,10 +79,10 @@ def unbuilt_faults(config: BaseSettings, entries: Sequence[NotBuilt] = NOT_BUILT
 def ignored_keys(config: BaseSettings) -> list[str]:
     """Return one line for each key of `config`, without its components, that is set and has no effect."""
     return [
-        f"{entry.key} has no effect: {entry.why}"
+        f"{entry.key}{f' = {value!r}' * bool(entry.values)} has no effect: {entry.why}"
         for entry in NOT_BUILT
         if not entry.refused and entry.key.partition(".")[0] in _components(config)
-        for _ in _settings_of(config, entry)
+        for _, value in _settings_of(config, entry)
     ]
 
 

@@ -398,6 +398,7 @@ _OF_RL: tuple[tuple[str, str, str], ...] = (
 _QUANTIZATION_CONFIG = (
     'set model.quantization = "nf4" or "int8", with [model.lora]; `--estimate` says how much memory is needed'
 )
+_PIPELINE = "there is no pipeline parallelism: divide layers with model.tp, rows with model.cp, experts with model.ep"
 _NOT_HERE: tuple[tuple[str, str], ...] = (
     ("fp16", "float16 is not supported; bfloat16 is the default on a GPU"),
     ("quantization_config", _QUANTIZATION_CONFIG),
@@ -440,6 +441,11 @@ OTHER_TRAINERS: tuple[Renamed, ...] = (
     _removed("sft.metric_for_best_model", "remove it: the validation loss decides"),
     *(_removed(f"{component}.{old}", why) for component in ("sft", "rl") for old, why in _NOT_HERE),
     *(_rewritten(f"trainer.loss.{old}", "trainer.loss.kl_coef", note=_KL) for old in _KL_NAMES if old != "kl_coef"),
+    *(
+        _removed(f"{part}.model.{old}", _PIPELINE)
+        for part in ("sft", "trainer")
+        for old in ("pp", "pp_size", "pipeline_parallel_size")
+    ),
     *(
         _removed(f"{component}.model.quantization_config", _QUANTIZATION_CONFIG)
         for component in ("sft", "trainer", "rl")
