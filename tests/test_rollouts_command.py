@@ -70,6 +70,18 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def test_an_image_is_a_line_and_never_its_content(tmp_path: Path) -> None:
+    kept = {"type": "image", "image": "scans/7.png", "sha256": "ab12" * 16, "width": 512, "height": 256}
+    old = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    lost = {"type": "image", "image": "x\x1b[31m.png", "fault": "no such file"}
+    asked = [{"role": "user", "content": [kept, {"type": "text", "text": "Is it broken?"}, old, lost]}]
+    write(RunPaths(tmp_path / "run").orchestrator.step_samples(0), record(1, prompt=asked))
+    text = shown(tmp_path / "run")
+    assert "[image 7.png 512x256, sha256 ab12ab12ab12]\n    Is it broken?\n    [image (26 characters of data)]" in text
+    assert "[image x\\x1b[31m.png: no such file]" in text
+    assert "AAAA" not in text
+
+
 def rollouts(*words: object) -> Result:
     return CliRunner().invoke(app, ["rollouts", *map(str, words)])
 

@@ -22,7 +22,7 @@ from medarc_rl.report.charts import (
 )
 from prime_rl.history.metrics import MIN_VALUES, Z_LIMIT, Trend, finite, trend
 from prime_rl.history.run import ORCHESTRATOR, RunHistory
-from prime_rl.run.contact_sheet import read_contact_sheet
+from prime_rl.run.pictures import read_contact_sheet
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.logger import count_of
 

@@ -37,9 +37,10 @@ from medarc_rl.report.facts import (
     settings_section,
     tiles,
 )
-from prime_rl.history.rollouts import Conversation, KeptRollout, KeptRollouts
+from prime_rl.history.rollouts import Conversation, KeptRollout, KeptRollouts, content_text, image_digests
 from prime_rl.history.run import RunHistory, spending_of
 from prime_rl.utils.files import replacing_file
+from prime_rl.utils.logger import count_of
 
 # Kept rollouts for the page: an index that it loads at once, and blocks of texts that it unpacks when needed.
 
@@ -53,6 +54,8 @@ MAX_TOKENS = 4096
 """Tokens of a rollout whose log-probabilities are shown."""
 MAX_TEXT_CHARS = 100_000
 PREVIEW_CHARS = 120
+MAX_PICTURES = 2000
+"""Different images of rollouts that are shown: 30 MB of small pictures, in 10 seconds."""
 _MILLI = 1000
 
 
@@ -65,6 +68,8 @@ class PackedRollouts:
     count: int = 0
     left_out: int = 0
     notes: list[str] = field(default_factory=list)
+    pictures: str = ""
+    """Small pictures of images by SHA-256."""
     answers: dict[int, dict[int, list[tuple[object, str]]]] = field(default_factory=dict)
     """By number of the run and step: problem and text of each completion that was kept by chance."""
 
@@ -75,8 +80,8 @@ class _Thinning:
 
     limit: int
     max_bytes: int
-    kept: list[tuple[list[Any], str]] = field(default_factory=list)
-    """Rows of the list, and details as JSON, which takes less memory than objects."""
+    kept: list[tuple[list[Any], str, list[str]]] = field(default_factory=list)
+    """Rows of the list, details as JSON, which takes less memory than objects, and digests of images."""
     seen: int = 0
     _stride: int = 1
     _bytes: int = 0
@@ -86,12 +91,12 @@ class _Thinning:
         if place % self._stride:
             return
         detail = _json(_detail(rollout))
-        self.kept.append((_entry(run, rollout, text), detail))
+        self.kept.append((_entry(run, rollout, text), detail, rollout.images))
         self._bytes += len(detail)
         while len(self.kept) > 1 and (len(self.kept) > self.limit or self._bytes > self.max_bytes):
             self.kept = self.kept[::2]
             self._stride *= 2
-            self._bytes = sum(len(each) for _, each in self.kept)
+            self._bytes = sum(len(each) for _, each, _ in self.kept)
 
 
 def pack_rollouts(
@@ -99,7 +104,9 @@ def pack_rollouts(
 ) -> PackedRollouts:
     """Read the kept rollouts of some runs, and pack those that fit on the page."""
     packed = PackedRollouts()
-    rows: list[tuple[list[Any], str]] = []
+    rows: list[tuple[list[Any], str, list[str]]] = []
+    pictures: dict[str, str] = {}
+    seen: set[str] = set()
     for number, run in enumerate(runs):
         kept = KeptRollouts(run.paths)
         thinning = _Thinning(max(1, limit // len(runs)), max_bytes // len(runs))
@@ -110,12 +117,19 @@ def pack_rollouts(
                 answers.setdefault(rollout.step, []).append(((rollout.env, rollout.row), text))
             thinning.add(number, rollout, text)
         rows += thinning.kept
+        for digest in (each for *_, images in thinning.kept for each in images if each not in pictures):
+            seen.add(digest)
+            if len(pictures) < MAX_PICTURES and (picture := kept.picture(digest)) is not None:
+                pictures[digest] = picture
         packed.left_out += thinning.seen - len(thinning.kept)
         packed.notes += kept.faults
     packed.count = len(rows)
-    packed.index = _packed(_json({"runs": list(names), "block": BLOCK_ROLLOUTS, "rows": [entry for entry, _ in rows]}))
+    packed.pictures = _packed(_json(pictures)) if pictures else ""
+    if len(seen) > len(pictures):
+        packed.notes.append(f"Of {count_of('image', len(seen))}, {len(pictures):,} have a picture here.")
+    packed.index = _packed(_json({"runs": list(names), "block": BLOCK_ROLLOUTS, "rows": [entry for entry, *_ in rows]}))
     for start in range(0, len(rows), BLOCK_ROLLOUTS):
-        details = ",".join(detail for _, detail in rows[start : start + BLOCK_ROLLOUTS])
+        details = ",".join(detail for _, detail, _ in rows[start : start + BLOCK_ROLLOUTS])
         packed.blocks.append(_packed(f"[{details}]"))
     return packed
 
@@ -175,6 +189,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"role": str(message.get("role", "?")), "text": _cut(content_text(message.get("content")))}
     if thoughts := message.get("reasoning_content"):
         found["thoughts"] = _cut(str(thoughts))
+    if images := image_digests(message):
+        found["images"] = images
     if calls := [_call(each) for each in message.get("tool_calls") or () if each]:
         found["calls"] = calls
     return found
@@ -193,18 +209,6 @@ def _call(call: object) -> dict[str, str]:
     source = function if isinstance(function, dict) else call
     arguments = source.get("arguments", "")
     return {"name": str(source.get("name", "?")), "arguments": _cut(content_text(arguments))}
-
-
-def content_text(content: object) -> str:
-    """The text of a message's content: itself, or the texts of its parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        return "\n".join(part if isinstance(part, str) else "[no text]" for part in parts)
-    return json.dumps(content, ensure_ascii=False, default=str)
 
 
 def final_text(rollout: KeptRollout) -> str:
@@ -304,7 +308,7 @@ def build_page(groups: Sequence[Group], price: float | None, packed: PackedRollo
         page.sections.append(signs_section(runs[0], packed.answers.get(0, {})))
     if kind != "sft":
         page.sections.append(_rollouts(packed, with_rollouts))
-        page.browser = Browser(packed.index, packed.blocks) if packed.count else None
+        page.browser = Browser(packed.index, packed.blocks, packed.pictures) if packed.count else None
     page.sections += [data_section(groups), costs_section(groups, spendings, price)]
     page.sections += _what_ran(runs, spendings)
     return page
@@ -395,6 +399,7 @@ class Browser:
 
     index: str
     blocks: Sequence[str]
+    pictures: str
 
 
 @dataclass(slots=True)

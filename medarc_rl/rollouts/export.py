@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from prime_rl.history.rollouts import KeptRollout
 from prime_rl.utils.files import replacing_file
+from prime_rl.utils.images import image_parts
 from prime_rl.utils.logger import count_of
 
 Row = dict[str, Any]
@@ -24,6 +25,7 @@ TRUNCATED = "that reached a limit on tokens"
 FAILED = "with an error"
 MASKED = "that a filter kept from training"
 EMPTY = "without an answer"
+UNNAMED = "with images that were given as bytes, which are only in the run's data"
 UNREWARDED = "without a reward"
 REPEATED = "that repeat another one"
 SURPLUS = "beyond --per-prompt"
@@ -206,6 +208,9 @@ def _reason(rollout: KeptRollout) -> str | None:
         return FAILED
     if rollout.masked_by is not None:
         return MASKED
+    shown = image_parts([*rollout.prompt, *rollout.completion])
+    if any(part.source is None for part in shown):
+        return UNNAMED
     has_answer = any(message.get("content") or message.get("tool_calls") for message in rollout.completion)
     return None if has_answer and rollout.prompt else EMPTY
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from prime_rl.history.rollouts import Json, KeptRollout
+from prime_rl.history.rollouts import Json, KeptRollout, content_text
 
 MAX_CHARS = 1200
 """Characters of a message that are shown without `--full`."""
@@ -108,9 +108,9 @@ def messages(rollout: KeptRollout) -> Iterator[tuple[str, str]]:
     for message in (*rollout.prompt, *rollout.completion):
         role = str(message.get("role") or "?")
         if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-            yield f"{role}, thinking", _text(reasoning)
+            yield f"{role}, thinking", content_text(reasoning)
         calls = message.get("tool_calls")
-        text = _text(message.get("content"))
+        text = content_text(message.get("content"))
         if text or not calls:
             yield role, text or "(empty)"
         for call in calls if isinstance(calls, list) else []:
@@ -131,23 +131,6 @@ def shortened(text: str) -> str:
 
 def _escaped(char: str) -> str:
     return "    " if char == "\t" else char.encode("unicode_escape", "surrogatepass").decode("ascii")
-
-
-def _text(content: object) -> str:
-    """The text of a message's content, which may be a list of parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part(part) for part in content)
-    return _json(content)
-
-
-def _part(part: object) -> str:
-    if isinstance(part, Mapping):
-        return str(part["text"]) if isinstance(part.get("text"), str) else f"[{part.get('type', '?')}]"
-    return str(part)
 
 
 def _call(call: Any) -> str:

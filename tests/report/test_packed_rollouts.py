@@ -12,7 +12,8 @@ import pytest
 from report_runs import a_rollout, add_rollouts, make_run, with_tokens
 
 from medarc_rl.report import write
-from medarc_rl.report.write import PackedRollouts, content_text, pack_rollouts
+from medarc_rl.report.write import PackedRollouts, pack_rollouts
+from prime_rl.history.rollouts import content_text
 from prime_rl.history.run import RunHistory
 
 EVIL = "</script>\u2028\u0000<!--"
@@ -121,6 +122,6 @@ def test_long_rollouts_show_their_first_tokens(tmp_path: Path) -> None:
 
 
 def test_contents_become_text() -> None:
-    assert content_text([{"text": "a"}, "b", {"type": "image_url"}]) == "a\nb\n[no text]"
+    assert content_text([{"text": "a"}, "b", {"type": "image_url"}]) == "a\nb\n[image]"
     assert content_text({"a": "ä"}) == '{"a": "ä"}'
     assert content_text(None) == ""

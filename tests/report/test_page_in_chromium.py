@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from report_runs import a_rollout, add_rollouts, make_run, with_tokens
 from typer.testing import CliRunner
 
 from medarc_rl import medarc_train
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.pictures import PictureWriter
+from prime_rl.utils.images import thumbnail
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: uv sync --group browser")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -24,6 +28,7 @@ pytestmark = [
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\u2028\u0007\udcff"
 WORDS = ("dose", "patient", "renal", "clearance", "therefore", "answer", "mg", "per", "day", "is", "12.5", "so")
 MANY = 10_000
+SCAN = thumbnail(Image.new("RGB", (512, 256), "red"), 512)
 
 
 @dataclass
@@ -53,7 +58,28 @@ def report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rollouts = [with_tokens(a_rollout(f"plain {n}", n / 10), ["pl", "ain", EVIL]) for n in range(8)]
     add_rollouts(paths, 0, [*rollouts, a_rollout("", 0.0, completion=tools)])
     add_rollouts(paths, 1, [hostile, a_rollout("a Needle in step one", 0.1), a_rollout("no reward", None)])
+    add_rollouts(paths, 2, [a_rollout("seen", 0.2, prompt=[{"role": "user", "content": images(paths)}])])
     return written(directory)
+
+
+def images(paths: RunPaths) -> list[dict[str, Any]]:
+    """An image of a run, and what the run of a stranger may hold in its place."""
+    message = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SCAN}}]}]
+    ((good,),) = (each["content"] for each in PictureWriter(paths.pictures).kept(message, {}))
+    own = Image.new("RGB", (64, 64), "blue")
+    own.save(paths.root.parent / "private.jpg")
+    (paths.pictures / f"{'a' * 64}.jpg").symlink_to(paths.root.parent / "private.jpg")
+    (paths.pictures / f"{'b' * 64}.jpg").write_text("<svg onload='window.hacked = 1'>")
+    Image.new("RGB", (4000, 4000)).save(paths.pictures / f"{'c' * 64}.jpg")
+    Image.new("RGB", (64, 64)).save(paths.pictures / f"{'d' * 64}.jpg", "PNG")
+    names = (*(letter * 64 for letter in "abcd"), "../../private", EVIL)
+    svg = "data:image/svg+xml,<svg onload='window.hacked = 1'>"
+    return [
+        good,
+        *({"type": "image", "image": EVIL, "sha256": name, "width": 1, "height": 1} for name in names),
+        {"type": "image_url", "image_url": {"url": "https://example.org/pixel.png"}},
+        {"type": "image_url", "image_url": {"url": svg}},
+    ]
 
 
 def written(directory: Path) -> Path:
@@ -109,20 +135,36 @@ def test_it_opens_without_a_complaint_and_asks_for_nothing(opened: Opened, repor
 
 def test_hostile_rollouts_are_shown_as_text(opened: Opened) -> None:
     opened.page.select_option("[name=only]", "error")
-    wait_for(opened, "1 of 12 ")
+    wait_for(opened, "1 of 13 ")
     opened.page.wait_for_function("() => document.getElementById('detail').textContent.includes('onerror')")
     assert opened.page.evaluate("() => window.hacked") is None
     assert opened.page.locator("#detail img, #list img").count() == 0
     assert opened.complaints == []
 
 
+def test_images_of_a_rollout_are_small_pictures_and_no_other_file(opened: Opened) -> None:
+    opened.page.select_option("[name=step]", "step 2")
+    wait_for(opened, "1 of 13 ")
+    opened.page.wait_for_selector("#detail .pictures img")
+    (picture,) = opened.page.locator("#detail img").all()
+    assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [256, 128]
+    assert picture.get_attribute("src").startswith("data:image/jpeg;base64,")
+    shown = opened.page.inner_text("#detail .message .text")
+    assert "[image 512x256, sha256 " in shown
+    assert "[image pixel.png]" in shown
+    assert "[image (51 characters of data)]" in shown
+    assert opened.page.evaluate("() => window.hacked") is None
+    assert opened.complaints == []
+    assert [url for url in opened.requests if not url.startswith(("data:", "file:"))] == []
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("low", "0.5", "4 of 12"),
-        ("high", "0.05", "2 of 12"),
-        ("search", "needle", "1 of 12"),
-        ("search", "none", "0 of 12"),
+        ("low", "0.5", "4 of 13"),
+        ("high", "0.05", "2 of 13"),
+        ("search", "needle", "1 of 13"),
+        ("search", "none", "0 of 13"),
     ],
 )
 def test_filters_and_search_choose_rollouts(opened: Opened, name: str, value: str, shown: str) -> None:
@@ -134,11 +176,11 @@ def test_filters_and_search_choose_rollouts(opened: Opened, name: str, value: st
 
 def test_a_step_and_truncation_choose_rollouts_and_reset_shows_all(opened: Opened) -> None:
     opened.page.select_option("[name=step]", "step 1")
-    wait_for(opened, "3 of 12 ")
+    wait_for(opened, "3 of 13 ")
     opened.page.select_option("[name=only]", "truncated")
-    wait_for(opened, "1 of 12 ")
+    wait_for(opened, "1 of 13 ")
     opened.page.click("button[type=reset]")
-    wait_for(opened, "12 of 12 ")
+    wait_for(opened, "13 of 13 ")
     assert opened.complaints == []
 
 

@@ -23,7 +23,7 @@ from medarc_rl.report.charts import Chart, Line, group_runs, open_runs, short, t
 from medarc_rl.report.curves import finals_table
 from medarc_rl.report.facts import tiles
 from medarc_rl.report.write import LIBRARY, asset, island
-from prime_rl.run.contact_sheet import SmallPicture, write_contact_sheet
+from prime_rl.run.pictures import SmallPicture, write_contact_sheet
 from prime_rl.utils.images import thumbnail
 
 

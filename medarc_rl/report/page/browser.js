@@ -163,6 +163,22 @@
 
   // --- Detail ------------------------------------------------------------------------------------------------------
 
+  const packedPictures = document.getElementById("rollout-pictures").textContent;
+  let unpackedPictures = null;
+  const pictures = () => (unpackedPictures ??= packedPictures ? unpack(packedPictures) : Promise.resolve({}));
+
+  // Only pictures of the report's own making: nothing in a rollout is an address.
+  const imagesElement = (digests) => {
+    const made = element("div", "pictures");
+    pictures().then((known) => digests.filter((digest) => Object.hasOwn(known, digest)).forEach((digest) => {
+      const image = element("img");
+      image.src = known[digest];
+      image.alt = image.title = `sha256 ${digest}`;
+      made.append(image);
+    }));
+    return made;
+  };
+
   const messageElement = (message) => {
     const made = element("div", "message");
     made.append(element("b", "", message.role));
@@ -172,6 +188,7 @@
       made.append(thoughts);
     }
     if (message.text) made.append(element("div", "text", message.text));
+    if (message.images) made.append(imagesElement(message.images));
     for (const call of message.calls ?? []) {
       made.append(element("b", "", `calls ${call.name}`), element("div", "text", call.arguments));
     }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 
 from prime_rl.configs.orchestrator import KeepRolloutsConfig
@@ -19,6 +21,8 @@ from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.transport.messages import ImageReference
+from prime_rl.utils.images import ImageLimits, content_digest, decoded_image, of_base64, thumbnail
 
 
 @pytest.fixture
@@ -82,6 +86,45 @@ def test_long_texts_are_cut_in_the_middle_and_say_so(tmp_path: Path, rollout, tu
     (short_line,) = second.conversations
     assert [token.id for token in short_line.completion] == [7, 8, 9], "and of a long completion, its beginning"
     assert (short_line.prompt, second.cut_tokens) == ([], 3)
+
+
+def test_images_are_kept_as_small_pictures_by_their_hash(tmp_path: Path, rollout, turn) -> None:
+    """A picture of what the policy saw, and of bytes; nothing of a file that a message only names, or that changed."""
+    files = {name: tmp_path / f"{name}.png" for name in ("seen", "named", "changed")}
+    for place, file in enumerate(files.values()):
+        Image.new("RGB", (600, 300), (place, 0, 0)).save(file)
+    held = thumbnail(Image.new("RGB", (40, 20), "red"))
+    urls = [*map(str, files.values()), held, "https://example.org/x.png", "data:image/png;base64,AAAA"]
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}} for url in urls]}]
+    one = rollout(turn([1, 2], [7, 8]))
+    one.prompt = asked
+    shown = [ImageReference(content_digest(files[name].read_bytes()), str(files[name]), 300, 600) for name in files]
+    one.trace.calls[0] = replace(one.trace.calls[0], images=(shown[0], shown[2]))
+    files["changed"].write_bytes(files["named"].read_bytes())
+    made = [Group([one])]
+    paths = RunPaths(tmp_path / "run")
+    with RolloutLog(paths.orchestrator, KeepRolloutsConfig(max_chars=1000), False, "") as log:
+        log.write_batch(0, made, log.choose(build_batch(made), 0))
+    (found,) = KeptRollouts(paths).of_step(0)
+    seen, named, changed, content, web, broken = found.prompt[0]["content"]
+    assert seen == {
+        "type": "image",
+        "image": str(files["seen"]),
+        "sha256": shown[0].digest,
+        "height": 300,
+        "width": 600,
+    }
+    assert named == {"type": "image", "image": str(files["named"])}
+    assert changed["fault"] == f"{files['changed']}: the file has another content"
+    assert (content["height"], content["width"], "image" in content) == (20, 40, False)
+    assert web == {"type": "image", "image": "https://example.org/x.png"}
+    assert "it is not an image" in broken["fault"] or "begins with zeros" in broken["fault"]
+    assert found.images == [shown[0].digest, content["sha256"]]
+    assert {file.stem for file in paths.pictures.iterdir()} == set(found.images)
+    picture = KeptRollouts(paths).picture(shown[0].digest)
+    assert picture is not None
+    assert decoded_image(of_base64(picture.partition(",")[2], ImageLimits()), ImageLimits()).size == (256, 128)
+    assert one.prompt is asked, "the rollout itself keeps its images"
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,15 @@ def test_another_process_uploads_only_what_s3_lacks(
     ]
 
 
-def test_texts_of_rollouts_can_stay_here(s3: S3, paths: RunPaths, name: S3Name) -> None:
+def test_texts_and_pictures_of_rollouts_can_stay_here(s3: S3, paths: RunPaths, name: S3Name) -> None:
+    for file in (paths.contact_sheet, paths.pictures / "ab12.jpg"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("a picture")
     Uploader(s3, paths, name, samples=False, say=print).look()
-    assert not [path for path in held(s3, name) if "samples" in path]
+    private = ("samples", "pictures", "contact_sheet")
+    assert not [path for path in held(s3, name) if any(part in path for part in private)]
+    Uploader(s3, paths, name, samples=True, say=print).look()
+    assert all(any(part in path for path in held(s3, name)) for part in private)
 
 
 def test_a_step_that_did_not_arrive_has_no_marker_and_the_failure_is_told_once(

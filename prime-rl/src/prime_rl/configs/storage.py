@@ -91,7 +91,7 @@ class StorageConfig(BaseConfig):
     """The local directory of a run whose `output_dir` is on S3. None is `outputs/s3/BUCKET/PREFIX`."""
 
     samples: bool = True
-    """Also upload kept rollouts and results of evaluations: prompts and completions, which may hold patients' texts."""
+    """Also upload kept rollouts, results of evaluations and small pictures of images, which may show patients' data."""
 
     upload_every: Seconds = 60
     """Seconds between two checks for new files. Failed uploads wait longer."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TextIO
@@ -30,6 +30,7 @@ from prime_rl.monitors.sinks import SinkRun, open_sinks
 from prime_rl.orchestrator.errors import InferenceFault
 from prime_rl.orchestrator.evaluator import EvalSet
 from prime_rl.orchestrator.leaks import Overlap, tell
+from prime_rl.orchestrator.reports.rollout_log import kept_messages
 from prime_rl.orchestrator.rollouts.evaluation import EvalGroup, Outcome, run_eval_groups
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args
@@ -49,6 +50,7 @@ from prime_rl.orchestrator.workers.remote import run_in_processes
 from prime_rl.run.directory import free_name
 from prime_rl.run.evaluations import Candidate, EvaluatedSteps, Following, has_other_weights
 from prime_rl.run.paths import EvalPaths, RunPaths
+from prime_rl.run.pictures import PictureWriter
 from prime_rl.run.process import ANYONE, TRAINER_VARIABLE, own_beats
 from prime_rl.storage.staging import StoredImages
 from prime_rl.utils.errors import RunError
@@ -273,6 +275,7 @@ class Recorded:
     environment: Environment
     key: Key
     results: ResultsFile
+    pictures: PictureWriter
 
     async def evaluate(
         self,
@@ -285,10 +288,15 @@ class Recorded:
     ) -> list[Rollout]:
         started_s = time.perf_counter()
         rollouts = await self.environment.evaluate(example, size, server, sampling_args, version, max_retries)
-        for rollout in rollouts:
-            if rollout.error is None:
-                self.results.add(Result.from_rollout(self.key, rollout, time.perf_counter() - started_s))
-        return rollouts
+        return [rollout if rollout.error else await self._kept(rollout, started_s) for rollout in rollouts]
+
+    async def _kept(self, rollout: Rollout, started_s: float) -> Rollout:
+        """Store a rollout. Returns what scores need of it: its tokens and images would fill the memory."""
+        seconds = time.perf_counter() - started_s
+        messages = await asyncio.to_thread(kept_messages, rollout, self.pictures)
+        result = Result.from_rollout(self.key, replace(rollout, **messages), seconds)
+        self.results.add(result)
+        return result.as_rollout()
 
 
 @dataclass(slots=True)
@@ -299,6 +307,7 @@ class Evaluation:
     sets: Sequence[EvalSet]
     pool: InferencePool
     results: ResultsFile
+    pictures: PictureWriter
     monitor: Monitor
     judges: RunJudges
     reported: MetricLog
@@ -387,7 +396,7 @@ class Evaluation:
         (of_env,) = [each for each in self.sets if each.name == key.env]
         example = ExampleRef(key.env, key.example)
         return EvalGroup(
-            Recorded(of_env.environment, key, self.results),
+            Recorded(of_env.environment, key, self.results, self.pictures),
             example,
             eval_sampling_args(sampling, example, key.rollout),
             max_retries=of_env.max_retries,
@@ -590,6 +599,7 @@ async def _until_stopped(
         sets=[EvalSet.from_config(each, environments[each.name or each.id]) for each in config.environments],
         pool=inference_pool(config.client, config.model.name, images=ShownImages(ImageLimits(), StoredImages())),
         results=results,
+        pictures=PictureWriter(RunPaths(config.output_dir).pictures, StoredImages()),
         monitor=monitor,
         judges=judges,
         reported=MetricLog(RunPaths(config.output_dir).metrics),

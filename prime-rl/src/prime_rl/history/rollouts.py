@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.run.paths import EvalPaths, RunPaths, SamplesFile
+from prime_rl.run.pictures import read_picture
+from prime_rl.utils.images import is_data_url, is_image, source_of
 from prime_rl.utils.logger import count_of
 
 # One kept rollout.
@@ -184,6 +186,11 @@ class KeptRollout:
         """Tokens whose ids and log-probabilities were not kept."""
         return self._whole("cut_tokens") or 0
 
+    @property
+    def images(self) -> list[str]:
+        """SHA-256 of each image of its messages that has one, once each."""
+        return list(dict.fromkeys(name for each in (*self.prompt, *self.completion) for name in image_digests(each)))
+
     def contains(self, text: str) -> bool:
         """Whether a message, an error or the stop condition contains `text`. Ignores case."""
         wanted = text.casefold()
@@ -263,6 +270,46 @@ def _is_text(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def image_digests(message: Json) -> list[str]:
+    """SHA-256 of each image of a message that has one, in order."""
+    found = (part.get("sha256") for part in _list(message.get("content")) if is_image(part))
+    return [digest for digest in found if isinstance(digest, str)]
+
+
+def content_text(content: object) -> str:
+    """The text of a message's content: itself, or that of its parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(map(_part_text, content))
+    return json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _part_text(part: object) -> str:
+    if is_image(part):
+        return image_words(part)
+    text = part.get("text", f"[{part.get('type', '?')}]") if hasattr(part, "get") else part
+    return text if isinstance(text, str) else "[no text]"
+
+
+def image_words(part: Any) -> str:
+    """What stands for an image in a text: `[image 7.png 512x512, sha256 ab12cd34]`."""
+    source, digest = source_of(part), part.get("sha256")
+    held = f" ({len(source):,} characters of data)" if is_data_url(source) else ""  # of an earlier version
+    name = f" {Path(source).name[:_NAME_CHARS]}" if isinstance(source, str) and not held else ""
+    width, height = part.get("width"), part.get("height")
+    size = f" {width}x{height}" if type(width) is int and type(height) is int else ""
+    content = f", sha256 {digest[:_SHOWN_DIGITS]}" if isinstance(digest, str) else ""
+    fault = part.get("fault")
+    return f"[image{name}{held}{size}{content}{f': {fault}' if isinstance(fault, str) else ''}]"
+
+
+_NAME_CHARS = 80
+_SHOWN_DIGITS = 12
 
 
 def _messages(value: object) -> list[Json]:
@@ -359,12 +406,17 @@ class KeptRollouts:
     def __init__(self, paths: RunPaths) -> None:
         self.samples = paths.orchestrator.samples
         self.results = EvalPaths(paths.root).results
+        self._pictures = paths.pictures
         self._faults: dict[str, None] = {}
 
     @property
     def faults(self) -> list[str]:
         """Damaged files that were found so far, one line each."""
         return list(self._faults)
+
+    def picture(self, digest: str) -> str | None:
+        """A small picture of an image, as a data URL; None if the run has kept none."""
+        return read_picture(self._pictures, digest)
 
     def steps(self) -> list[int]:
         """Steps of which rollouts are kept, ascending."""

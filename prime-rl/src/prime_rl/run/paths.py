@@ -96,6 +96,11 @@ class RunPaths:
         """Small pictures of the first images of SFT's data, as JSON. The report shows them."""
         return self.attempts / "contact_sheet.json"
 
+    @property
+    def pictures(self) -> Path:
+        """Small pictures of the images of kept rollouts, named by the SHA-256 of the image."""
+        return self.root / "pictures"
+
     def reference(self, section: str) -> Path:
         """Log-probabilities of the rows of `data` or `val.data` under the model that a run of `dpo` started from."""
         return self.root / "reference" / f"{section}.safetensors"

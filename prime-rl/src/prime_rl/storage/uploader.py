@@ -92,9 +92,9 @@ _UNFINISHED = (PARTIAL, TEMPORARY, DELETED)
 
 
 def small_files(paths: RunPaths, samples: bool) -> Iterator[Path]:
-    """Everything but steps: metrics, logs, configs, receipts, and with `samples` the texts of rollouts."""
+    """Everything but steps: metrics, logs, configs, receipts, and with `samples` texts of rollouts and pictures."""
     run, evaluation = paths.orchestrator, EvalPaths(paths.root)
-    texts = (*run.root.glob(f"{run.samples.name}*"), evaluation.results) if samples else ()
+    shown = (*run.root.glob(f"{run.samples.name}*"), evaluation.results, paths.pictures) if samples else ()
     trees = (
         *(paths.configs, paths.logs, paths.attempts, paths.traces, paths.slurm),
         *(run.logs, run.ledger, evaluation.settings, evaluation.summary),
@@ -102,10 +102,12 @@ def small_files(paths: RunPaths, samples: bool) -> Iterator[Path]:
         *sorted(paths.root.glob(f"{paths.metrics.stem}*{paths.metrics.suffix}")),
         *sorted(paths.control.glob("*.id")),
         *sorted(paths.control.glob("*.complete")),
-        *texts,
+        *shown,
     )
     for tree in trees:
         for path in sorted(tree.rglob("*")) if tree.is_dir() else (tree,):
+            if path == paths.contact_sheet and not samples:
+                continue
             if path.is_file() and not path.is_symlink() and path.suffix not in _UNFINISHED:
                 yield path
 

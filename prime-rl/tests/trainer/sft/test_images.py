@@ -21,8 +21,8 @@ from prime_rl.checks.model_description import VISION_FAMILIES
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import AdamWConfig, ModelConfig, TokenizerConfig
-from prime_rl.run.contact_sheet import read_contact_sheet
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.pictures import read_contact_sheet
 from prime_rl.trainer.checkpoints.weights import save_adapter
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.images import setup_images

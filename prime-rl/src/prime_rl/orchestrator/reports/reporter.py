@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LogExtrasConfig
+from prime_rl.history.rollouts import content_text
 from prime_rl.monitors import JsonlMonitor, Monitor, MultiMonitor
 from prime_rl.monitors.base import BenchTable
 from prime_rl.monitors.prometheus import ORCHESTRATOR, MetricsServer
@@ -361,7 +362,7 @@ def sample_text(rollout: Rollout) -> str:
 def _messages(messages: object) -> list[tuple[str, str]]:
     if not isinstance(messages, list):
         return [("text", str(messages))] if messages else []
-    return [(str(message.get("role")), _shortened(str(message.get("content")))) for message in messages]
+    return [(str(message.get("role")), _shortened(content_text(message.get("content")))) for message in messages]
 
 
 def _shortened(text: str, limit: int = 1000) -> str:

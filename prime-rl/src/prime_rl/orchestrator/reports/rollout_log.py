@@ -25,7 +25,9 @@ from prime_rl.orchestrator.rollouts.evaluation import Outcome
 from prime_rl.orchestrator.rollouts.rollout import Group, Rollout, to_samples
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts, read_tokenizer
 from prime_rl.orchestrator.rollouts.trace import ModelCall
-from prime_rl.run.paths import OrchestratorPaths, SamplesFile
+from prime_rl.run.paths import OrchestratorPaths, RunPaths, SamplesFile
+from prime_rl.run.pictures import PictureWriter
+from prime_rl.storage.staging import StoredImages
 from prime_rl.transport.messages import TrainingSample
 from prime_rl.utils.errors import one_line
 from prime_rl.utils.files import replacing_file
@@ -63,6 +65,7 @@ class RolloutLog:
         self._bounds = None if keep_all else keep
         self._encoder = RecordEncoder(self._bounds)
         self._texts = self._find_texts(model) if self.enabled else None
+        self._pictures = PictureWriter(RunPaths.from_orchestrator_dir(paths.root).pictures, StoredImages())
         self._bytes = 0
         self._looks = itertools.count()
         self._thread = ThreadPoolExecutor(1, "rollout-log")
@@ -134,6 +137,7 @@ class RolloutLog:
     def _record(self, rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         max_tokens = None if self._bounds is None else self._bounds.max_tokens
         more["weights"] = self.weights.get(rollout.example.env)
+        more |= kept_messages(rollout, self._pictures)
         return record(rollout, **more) | token_fields(rollout, max_tokens, self._texts)
 
     def _submit(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -203,9 +207,9 @@ def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         "env": rollout.example.env,
         "row": rollout.example.row,
         "prompt_id": rollout.prompt_id or None,
-        **more,
         "prompt": rollout.prompt,
         "completion": rollout.completion,
+        **more,
         **rollout.rendering,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
@@ -223,6 +227,12 @@ def record(rollout: Rollout, /, **more: Any) -> dict[str, Any]:
         "error": rollout.error_detail or rollout.error,
         "reward_errors": rollout.reward_errors or None,
     }
+
+
+def kept_messages(rollout: Rollout, pictures: PictureWriter) -> dict[str, Any]:
+    """The messages of a rollout as they are kept: without the content of images, whose pictures are written."""
+    shown = {image.source: image for call in rollout.trace.calls for image in call.images}
+    return {name: pictures.kept(getattr(rollout, name), shown) for name in ("prompt", "completion")}
 
 
 def token_fields(rollout: Rollout, max_tokens: int | None, texts: TokenTexts | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from prime_rl.checks.model_description import vision_fault
 from prime_rl.configs.model import ModelConfig
-from prime_rl.run.contact_sheet import SmallPicture
+from prime_rl.run.pictures import SmallPicture
 from prime_rl.storage.staging import StoredImages
 from prime_rl.trainer.process.errors import BadRow, DataError, ModelError
 from prime_rl.transport.images import ImageReader, Span, image_reader, rope_positions

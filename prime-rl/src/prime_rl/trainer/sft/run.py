@@ -17,9 +17,9 @@ from prime_rl.configs.sft import TRAINED_VALIDATION, SFTConfig
 from prime_rl.configs.trainer import scheduled_steps
 from prime_rl.monitors.trace import own_trace
 from prime_rl.run.checkpoints import changes_since, configs_to_save
-from prime_rl.run.contact_sheet import write_contact_sheet
 from prime_rl.run.directory import check_output_dir
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.pictures import write_contact_sheet
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQueue
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.data import SFTDataConfig
 from prime_rl.configs.dpo import PreferenceLossConfig
-from prime_rl.run.contact_sheet import MOST_IMAGES
+from prime_rl.run.pictures import MOST_IMAGES
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRows, setup_packer
