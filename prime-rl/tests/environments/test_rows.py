@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from datasets import Image as ImageColumn
+from PIL import Image
 
 from prime_rl.environments.rewards.registry import RewardSpec, resolve
 from prime_rl.environments.rows.arguments import read_rows_config
@@ -18,7 +22,7 @@ from prime_rl.environments.rows.loading import Problem, load_problems, mixed
 from prime_rl.environments.rows.single_turn import load_environment
 from prime_rl.environments.rows.sources import RowsFault
 from prime_rl.utils.conversations import has_image
-from prime_rl.utils.images import image_parts
+from prime_rl.utils.images import ImageLimits, image_parts, requested_bytes
 from prime_rl.utils.pydantic_config import ConfigError
 
 Write = Callable[[str, Sequence[Mapping[str, Any]]], str]
@@ -160,7 +164,7 @@ def test_the_last_box_is_read_with_its_braces(text: str, inside: str | None) -> 
     assert boxed(text) == inside
 
 
-def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Write) -> None:
+def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Write, tmp_path: Path) -> None:
     for held, is_image in (
         ({"images": ["a.PNG"]}, True),
         ({"image": {"path": "a.dcm"}}, True),
@@ -174,6 +178,14 @@ def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Writ
             assert Path(part.source).is_absolute() or part.source == held["image"]
     (problem,) = load({"path": write("rows.parquet", questions(1, image=b"i"))})
     assert [part.source for part in image_parts(problem.prompt)] == ["data:image/jpeg;base64,aQ=="]
+    # A hub dataset holds images of any kind, as files: nobody decodes them before the limits are known.
+    file = io.BytesIO()
+    Image.new("CMYK", (4, 4)).save(file, "JPEG")
+    table = Dataset.from_list(questions(1, image={"bytes": file.getvalue(), "path": None}))
+    table.cast_column("image", ImageColumn()).save_to_disk(tmp_path / "saved")
+    (problem,) = load({"path": str(tmp_path / "saved")})
+    (shown,) = image_parts(problem.prompt)
+    assert requested_bytes(shown.source, None, ImageLimits()) == file.getvalue()
     same = [{"question": "A fracture?", "answer": "yes", "image": f"{n}.png"} for n in (1, 2, 2)]
     first, second = load({"path": write("rows.jsonl", same)})
     assert first.id != second.id, "of the same text"

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.engine.generation import Generation, GenerationRequest
 from prime_rl.inference.embedded.engine.vision import PromptImages
+from prime_rl.inference.embedded.errors import GenerationFailed
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
 from prime_rl.inference.model_files import WeightError
@@ -131,6 +133,14 @@ def test_answers_about_images_are_those_of_transformers(family: str, tiny_model_
             reference.check(chat, request, answer.result())
         assert asked[0][0].prompt == asked[1][0].prompt, "the same tokens, and other images"
         assert asked[0][1].result().completions[0].logprobs != asked[1][1].result().completions[0].logprobs
+
+        # An image whose tower makes another number of features than its text has tokens fails, and the others go on.
+        (wrong,) = service.chat_requests(ChatBody.model_validate({"messages": chats[0]}))
+        assert wrong.images is not None
+        image = replace(wrong.images.images[0], digest=1, tokens=wrong.images.images[0].tokens + 1)
+        wrong.images = replace(wrong.images, images=(image,))
+        with pytest.raises(GenerationFailed, match="the checkpoint's image processor does not belong to its vision"):
+            engine.submit(wrong).result()
 
         # Later turns begin with cached prefixes, of which some end within or before an image.
         for chat in chats:

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from prime_rl.configs.shared import ClientConfig
+from prime_rl.inference.vllm.serve import NO_DOMAIN
 from prime_rl.orchestrator.proxy.completions import complete
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.servers.server import InferenceServer
@@ -119,6 +120,11 @@ def test_updates_of_the_language_part_and_adapters_reach_vllm(tiny_model_dir: Pa
         check(server, whole)
         picture(64, 64, 1).save(tmp_path / "seen.png")  # not resized, which vLLM does with another library
         asyncio.run(see(server, whole, start, tmp_path / "seen.png"))
+        address = {"type": "image_url", "image_url": {"url": "http://localhost:9/seen.png"}}
+        refused = server.client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": [address]}]}
+        )
+        assert (refused.status_code, NO_DOMAIN in refused.text) == (400, True), refused.text
 
         peft = get_peft_model(whole, LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*(q|down)_proj"))
         for name, parameter in peft.named_parameters():

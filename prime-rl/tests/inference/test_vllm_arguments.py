@@ -19,7 +19,7 @@ from prime_rl.checks.engines import engine_faults, vllm_arguments_in, vllm_optio
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig, ModelConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
+from prime_rl.inference.vllm.serve import NO_DOMAIN, WORKER_EXTENSION, vllm_arguments
 from prime_rl.utils.errors import ConfigError
 from prime_rl.utils.pydantic_config import load_config
 
@@ -112,6 +112,14 @@ def test_every_kind_of_option_reaches_vllms_parser() -> None:
     assert (args.max_num_seqs, args.speculative_config) == (64, options["speculative_config"])
     assert (args.async_scheduling, args.cudagraph_capture_sizes, args.swap_space) == (False, [1, 8], 0.0)
     assert vllm_arguments(config, ["--max-num-seqs", "6"], parser()).max_num_seqs == 6
+
+
+def test_vllm_fetches_images_only_from_the_domains_of_the_config() -> None:
+    made = parser()
+    made.add_argument("--allowed-media-domains", type=str, nargs="+")
+    assert vllm_arguments(load_config(InferenceConfig, [], {}), [], made).allowed_media_domains == [NO_DOMAIN]
+    config = load_config(InferenceConfig, [], {"vllm": {"allowed_media_domains": ["pacs.example.org"]}})
+    assert vllm_arguments(config, [], made).allowed_media_domains == ["pacs.example.org"]
 
 
 @pytest.mark.parametrize(

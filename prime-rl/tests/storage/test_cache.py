@@ -20,9 +20,9 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.environments.rows.arguments import read_rows_config
 from prime_rl.environments.rows.loading import load_problems
 from prime_rl.storage import S3, S3Name
-from prime_rl.storage.staging import CACHE_VARIABLE, Listing, StoredImages, inputs_of, local_copy, staged
+from prime_rl.storage.staging import CACHE_VARIABLE, Listing, StoredImages, folder_of, inputs_of, local_copy, staged
 from prime_rl.utils.errors import StagingRefused, StorageError
-from prime_rl.utils.images import KNOWN_FORMATS, ImageFault, ImageLimits, read_image
+from prime_rl.utils.images import KNOWN_FORMATS, ImageFault, ImageLimits, image_parts, located, read_image
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "inner/tokenizer.json": b"[]"}
 
@@ -165,6 +165,26 @@ def test_a_curriculum_on_s3_is_followed(s3: S3, model: S3Name, root: Path) -> No
     problems = load_problems(read_rows_config(local.env[0].args))
     assert [problem.answer for problem in problems] == ["c", "a"]
     assert local.buffer.order == "sequential"
+
+
+def test_images_beside_rows_on_s3_are_found_there(s3: S3, model: S3Name, root: Path) -> None:
+    row = {"question": "A fracture?", "answer": "yes", "image": "scans/../scans/a.png"}
+    s3.write(json.dumps(row).encode(), S3Name(model.bucket, "data/rows.jsonl"))
+    wanted = f"s3://{model.bucket}/data/scans/a.png"
+    dataset = {"path": f"s3://{model.bucket}/data/rows.jsonl"}
+    local = staged(
+        OrchestratorConfig.model_validate({"env": [{"id": "rows", "args": {"datasets": [dataset]}}]}), lambda line: None
+    )
+    for args in (local.env[0].args, {"datasets": [dataset]}):
+        (problem,) = load_problems(read_rows_config(args))
+        assert [part.source for part in image_parts(problem.prompt)] == [wanted]
+    assert located("scans/a.png", folder_of(Path(local.env[0].args["datasets"][0]["path"]))) == wanted
+    assert located("/x/a.png", folder_of(Path(dataset["path"]))) == "/x/a.png"
+    s3.write(b"text", S3Name(model.bucket, "data/scans/a.png"))
+    with pytest.raises(ImageFault, match=f"{wanted}: it is not an image"):
+        read_image(
+            "scans/a.png", folder_of(Path(local.env[0].args["datasets"][0]["path"])), ImageLimits(), StoredImages()
+        )
 
 
 def test_images_of_rows_are_downloaded_once(s3: S3, proxy: Proxy, bucket: str, root: Path) -> None:

@@ -105,6 +105,14 @@ def _copy(s3: S3, listing: Listing, root: Path, say: Callable[[str], None]) -> P
     return target / leaf
 
 
+def folder_of(file: Path) -> Path:
+    """The folder where relative names in a data file begin: of a copy of one object, the folder of that on S3."""
+    source = file.parent / _SOURCE
+    if not source.is_file() or (name := S3Name.of(json.loads(source.read_text())["name"])) is None:
+        return file.parent
+    return Path(str(S3Name(name.bucket, name.key.rpartition("/")[0])))
+
+
 def _is_whole(listing: Listing, directory: Path) -> bool:
     """Whether every file is there with its size."""
     for each in listing.objects:

@@ -24,6 +24,7 @@ import base64
 import binascii
 import hashlib
 import io
+import posixpath
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ def read_image(
         source: a path, relative to `folder` or absolute, also to outside of the folder, because data and images may lie
             side by side; a `file:` or `data:` URL; `s3://…`; bytes; or `{"bytes": …, "path": …}`, as `datasets` writes
             images.
-        folder: the folder of the data file.
+        folder: the folder of the data file; also one on S3, as a path.
         fetch: gets what lies on S3. Without it such names are refused.
         digest: SHA-256 that the file's content must have; None: any.
 
@@ -422,6 +423,7 @@ def _content(source: Any, folder: Path, limits: ImageLimits, fetch: Fetch | None
         return "the image's bytes", bytes(source)
     if not isinstance(source, str):
         raise ImageFault(f"the image is a {type(source).__name__}: expected a path, bytes or a data URL")
+    source = _beside(folder, source)
     scheme = _scheme(source)
     if scheme == "data":
         return "the image's data URL", _of_data_url(source, limits)
@@ -487,7 +489,19 @@ def located(source: Any, folder: Path) -> str | bytes:
         source = source["path"] if source.get("bytes") is None else source["bytes"]
     if not isinstance(source, str):
         return bytes(source)
+    source = _beside(folder, source)
     return source if _scheme(source) in ("data", "s3") else str((folder / _path_in(source)).absolute())
+
+
+def _beside(folder: Path, source: str) -> str:
+    """The source; a relative path as a name on S3 if the folder is there, `s3:/bucket/folder`."""
+    if not str(folder).startswith(_ON_S3) or _scheme(source) or Path(source).is_absolute():
+        return source
+    return f"s3://{posixpath.normpath(f'{str(folder).removeprefix(_ON_S3)}/{source}')}"
+
+
+_ON_S3 = "s3:/"
+"""As a path writes `s3://`."""
 
 
 def is_data_url(source: Any) -> bool:

@@ -317,6 +317,32 @@ def _without_fills(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+class _Undecoded(Sequence[Row]):
+    """Rows of `datasets` whose images are bytes and paths. It would decode them itself, without limits."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.tables = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tables[index : index + 1].to_pylist(maps_as_pydicts="lossy")[0]
+
+
+def undecoded(dataset: Any) -> Any:
+    """A `Dataset` whose rows hold images as bytes and paths."""
+    return _Undecoded(dataset) if _has_images(dataset.features) else dataset
+
+
+def _has_images(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_has_images, feature))
+    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", None) or [])
+
+
 def read_file(path: Path) -> RowList:
     """Read all rows of a file. Raises RowFileError if it cannot be read, or its content does not match its suffix."""
     kind = kind_of(path)

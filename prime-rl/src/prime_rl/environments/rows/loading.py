@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prime_rl.configs.storage import is_on_s3
 from prime_rl.environments.rewards.registry import RewardSpec
 from prime_rl.environments.rows.arguments import DatasetConfig, RowsConfig, Scalar
 from prime_rl.environments.rows.curricula import PassRate, read_order, read_pass_rates
 from prime_rl.environments.rows.formats import Format, MissingColumn, Row, column, find_format, own_id, words
 from prime_rl.environments.rows.sources import RowsFault, read_rows
+from prime_rl.storage.staging import folder_of
 from prime_rl.utils.conversations import (
     IMAGE_MARK,
     RowFault,
@@ -32,6 +33,7 @@ from prime_rl.utils.conversations import (
 )
 from prime_rl.utils.images import image_parts, is_data_url, located, with_urls
 from prime_rl.utils.logger import count_of, get_logger
+from prime_rl.utils.rows import kind_of
 
 Messages = list[dict[str, Any]]
 CountTokens = Callable[[str], int]
@@ -255,13 +257,15 @@ def _filled(template: str, row: Row, question: str) -> str:
 def _with_absolute_images(prompt: Messages, path: str | None) -> Messages:
     """A prompt whose images have absolute paths. In a file of rows, they are relative to its folder."""
     sources = [part.source for part in image_parts(prompt)]
-    if (
-        not all(isinstance(source, str) for source in sources)
-        or path is None
-        or not (file := Path(path).expanduser()).exists()
-    ):
+    if path is None or not sources or not all(isinstance(source, str) for source in sources):
         return prompt
-    folder = file if file.is_dir() else file.parent
+    file = Path(path).expanduser()
+    if is_on_s3(path):
+        folder = file if kind_of(file) is None else file.parent
+    elif file.exists():
+        folder = file if file.is_dir() else folder_of(file)
+    else:
+        return prompt
     return with_urls(prompt, [str(located(source, folder)) for source in sources])
 
 
@@ -292,11 +296,6 @@ def _image_parts(value: Any) -> list[dict[str, Any]]:
         elif isinstance(path, str) and (is_data_url(path) or path.lower().endswith(_IMAGE_SUFFIXES)):
             # Others are no images: the `image` of a task for agents is that of a container.
             parts.append({"type": "image_url", "image_url": {"url": path}})
-        elif type(each).__module__.startswith("PIL."):  # `datasets` has decoded it
-            file = io.BytesIO()
-            each.save(file, "PNG")
-            data = base64.b64encode(file.getvalue()).decode()
-            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
     return parts
 
 

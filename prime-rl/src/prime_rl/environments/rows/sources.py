@@ -15,7 +15,7 @@ from prime_rl.storage.staging import Listing, cache_root, local_copy
 from prime_rl.utils.errors import RowFileError, StorageError, UserError, one_line
 from prime_rl.utils.files import missing_advice
 from prime_rl.utils.logger import get_logger
-from prime_rl.utils.rows import KNOWN_KINDS, files_of_split, is_saved, kind_of, stream_file, without_fills
+from prime_rl.utils.rows import KNOWN_KINDS, files_of_split, is_saved, kind_of, stream_file, undecoded, without_fills
 
 
 class RowsFault(UserError):
@@ -76,7 +76,7 @@ def _saved(directory: Path, split: str, path: str) -> Iterator[Row]:
         if split not in saved:
             raise RowsFault(f"{path} has no split {split}; it has {', '.join(saved)}")
         saved = saved[split]
-    yield from map(without_fills, saved)
+    yield from map(without_fills, undecoded(saved))
 
 
 def _from_hub(path: str, subset: str | None, split: str) -> Iterator[Row]:
@@ -93,4 +93,4 @@ def _from_hub(path: str, subset: str | None, split: str) -> Iterator[Row]:
         raise RowsFault(
             f"{path}: no such file or directory, and it could not be loaded from the hub: {reason}"
         ) from error
-    yield from map(without_fills, loaded)
+    yield from map(without_fills, undecoded(loaded))

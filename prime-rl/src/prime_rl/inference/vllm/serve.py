@@ -19,6 +19,8 @@ from prime_rl.run.process import wait_for_clearance
 from prime_rl.utils.limits import usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 
+NO_DOMAIN = "nothing-is-fetched.invalid"
+"""A domain that never exists (RFC 2606)."""
 WORKER_EXTENSION = "prime_rl.inference.vllm.worker.CheckpointLoading"
 
 
@@ -44,6 +46,8 @@ def vllm_arguments(
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
         "max_logprobs": MAX_PROMPT_LOGPROBS,
+        # By default, vLLM fetches whatever address a request names. An empty list means the same. `[vllm]` overrides.
+        "allowed_media_domains": [NO_DOMAIN],
         # Not vLLM arguments: our routes read them, because they have no other access to the config.
         "weight_broadcast": config.weight_broadcast.type,
         "public_metrics": config.server.public_metrics,

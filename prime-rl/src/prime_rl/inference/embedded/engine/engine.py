@@ -249,8 +249,12 @@ class Engine:
                 else:
                     item.perform()
             elif not item.result.done():  # a step may have dropped what was cancelled while this one lay in the inbox
-                self._scheduler.waiting.extend(item.sequences)
-                self._fail_unless_loaded(item)
+                with _failing(item):
+                    if not self.is_asleep:
+                        self._runner.prove(item.images)
+                if not item.result.done():
+                    self._scheduler.waiting.extend(item.sequences)
+                    self._fail_unless_loaded(item)
 
     @property
     def _has_work(self) -> bool:

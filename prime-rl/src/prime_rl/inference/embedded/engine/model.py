@@ -248,6 +248,12 @@ class ModelRunner:
         self._residence.come_back()
 
     @torch.inference_mode()
+    def prove(self, images: PromptImages | None) -> None:
+        """Raises whatever the vision tower raises for images of these sizes."""
+        if self._tower is not None and images is not None:
+            self._tower.prove(images)
+
+    @torch.inference_mode()
     def forward(
         self,
         running: SequenceOf[SequenceOf[int]],

@@ -204,6 +204,7 @@ class Tower:
         self.whole = whole
         self._like = torch.empty(0, whole.config.get_text_config().hidden_size, dtype=dtype, device=whole.device)
         self._recent: _Recent[Features] = _Recent(CACHE_BYTES)
+        self._proven: set[object] = set()
         axes = _rope_axes(whole.config) if family.has_rope_positions else None
         self._axes_D = None if axes is None else on_device(axes, whole.device)
 
@@ -225,6 +226,14 @@ class Tower:
     def load(self, plan: Plan) -> None:
         fill(self.whole, plan, None, unchanged)
         self.forget()
+
+    def prove(self, images: PromptImages) -> None:
+        """Raises whatever the tower raises for images of these sizes: in a step it would end all requests."""
+        for image in images.images:
+            key = (image.tokens, tuple(image.grid), *(each.shape for each in image.inputs.values()))
+            if key not in self._proven:
+                self._recent.get(image.digest, partial(self._features, image))
+                self._proven.add(key)
 
     def forget(self) -> None:
         """Keep no features."""
@@ -276,7 +285,11 @@ class Tower:
 
     def _features(self, image: ReadImage) -> Features:
         values, deep = image_features(self.whole.base_model, image.inputs, self._like)
-        assert len(values) == image.tokens, "the text has been written for as many"
+        if len(values) != image.tokens:
+            raise ValueError(
+                f"an image has {count_of('feature', len(values))}, and {image.tokens} tokens stand for it: "
+                "the checkpoint's image processor does not belong to its vision tower"
+            )
         return Features(values, deep)
 
 

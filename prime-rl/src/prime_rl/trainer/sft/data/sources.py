@@ -23,13 +23,14 @@ from prime_rl.checks.data_files import Part
 from prime_rl.checks.data_files import find_parts as files_of_parts
 from prime_rl.configs.data import RowFormatConfig, SFTDataConfig, Split
 from prime_rl.run.process import own_beats
+from prime_rl.storage.staging import folder_of
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.sft.data.messages import check_columns, renamed
 from prime_rl.trainer.sft.data.pairs import SIDES, labelled_of
 from prime_rl.utils.conversations import PlainText, RowFault, read_row
 from prime_rl.utils.errors import RowFileError, StartFault
 from prime_rl.utils.logger import count_of
-from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file, without_fills
+from prime_rl.utils.rows import Row, RowList, StreamedRow, read_file, stream_file, undecoded, without_fills
 
 
 def find_parts(config: SFTDataConfig) -> list[Part]:
@@ -311,10 +312,10 @@ def _load_rows(part: Part) -> list[RenamedRows]:
     if part.is_saved:
         return [RenamedRows(ColumnarRows(_load_saved(part), str(part)), part.format, _folder(part))]
     if not part.files:
-        rows = ColumnarRows(_undecoded(_load_from_hub(part, streaming=False)), str(part))
+        rows = ColumnarRows(undecoded(_load_from_hub(part, streaming=False)), str(part))
         return [RenamedRows(rows, part.format, _folder(part))]
     with _told():
-        return [RenamedRows(read_file(file), part.format, file.parent) for file in part.files]
+        return [RenamedRows(read_file(file), part.format, folder_of(file)) for file in part.files]
 
 
 @contextmanager
@@ -358,7 +359,7 @@ def _readings(part: Part) -> Iterator[tuple[Path, StreamedRow]]:
         for file in part.files:
             with _told():
                 for reading in stream_file(file):
-                    yield file.parent, reading
+                    yield folder_of(file), reading
 
 
 def _folder(part: Part) -> Path:
@@ -372,35 +373,10 @@ def _load_saved(part: Part) -> Sequence[Row]:
 
     saved = datasets.load_from_disk(part.name)
     if isinstance(saved, datasets.Dataset):
-        return _undecoded(saved)
+        return undecoded(saved)
     if part.split not in saved:
         raise DataError(f"{part.key} = {part.name} has no split {part.split}; it has {', '.join(saved)}")
-    return _undecoded(saved[part.split])
-
-
-class _Undecoded(Sequence[Row]):
-    """Rows of `datasets` whose images are bytes and paths. It would decode them itself, without limits."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.tables = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tables[index : index + 1].to_pylist(maps_as_pydicts="lossy")[0]
-
-
-def _undecoded(dataset: Any) -> Any:
-    return _Undecoded(dataset) if _has_images(dataset.features) else dataset
-
-
-def _has_images(feature: Any) -> bool:
-    if isinstance(feature, Mapping):
-        return any(map(_has_images, feature.values()))
-    if isinstance(feature, list):
-        return any(map(_has_images, feature))
-    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", None) or [])
+    return undecoded(saved[part.split])
 
 
 def _load_from_hub(part: Part, streaming: bool) -> Any:
