@@ -122,7 +122,7 @@ def read_row(row: Row, section: str = "data", *, with_images: bool = False) -> C
     if images and (not with_images or kind == ("text",)):
         name = next(name for name in IMAGE_COLUMNS if name in filled)
         how = f"; to train on the text alone, name its column in {section}.columns" if not with_images else ""
-        raise RowFault(f"`{column_name(row, name)}` has images: {ONLY_TEXT if not with_images else _NO_CHAT}{how}")
+        raise RowFault(f"`{column_name(row, name)}` has images: {_NO_CHAT if with_images else only_text(section)}{how}")
     if kind == ("text",):
         return PlainText(None, _whole_text(row, "text", filled["text"]))
     if kind[0] == "prompt":
@@ -383,7 +383,7 @@ def _message(number: int, message: Any, section: str | None, *, with_images: boo
         if role != "assistant" or not ("tool_calls" in renamed or "reasoning_content" in renamed):
             raise RowFault(f"message {number}: the {role} message has no `content`")
         renamed["content"] = ""
-    renamed["content"] = _content(number, renamed["content"], with_images)
+    renamed["content"] = _content(number, renamed["content"], with_images, section)
     if role == "assistant" and not isinstance(renamed["content"], str):
         raise RowFault(f"message {number}: an answer of the assistant has an image: models answer with text")
     if "tool_calls" in renamed:
@@ -411,7 +411,7 @@ def _as_openai(number: int, message: Message) -> Message:
     return message
 
 
-def _content(number: int, content: Any, with_images: bool) -> str | list[dict[str, Any]]:
+def _content(number: int, content: Any, with_images: bool, section: str | None) -> str | list[dict[str, Any]]:
     """The text of a message, or its texts and images. Texts without an image are joined by newlines, as in inference.
 
     An image without a source has None for one, or its number among the row's images.
@@ -423,7 +423,7 @@ def _content(number: int, content: Any, with_images: bool) -> str | list[dict[st
             parts.append({"type": "text", "text": text})
         elif isinstance(part, Mapping) and isinstance(content, list):
             if not (with_images and is_image(part)):
-                only = ONLY_IMAGES if with_images else ONLY_TEXT
+                only = ONLY_IMAGES if with_images else only_text(section)
                 raise RowFault(f"message {number}: a part of type {part.get('type')!r}: {only}")
             source = source_of(part)
             parts.append({"type": "image", "image": part.get("index") if source is None else source})
@@ -482,6 +482,12 @@ ONLY_TEXT = "only parts of text can be trained on without [model.vision]"
 ONLY_IMAGES = "only parts of text and images can be trained on"
 _NO_CHAT = "write messages, in which each image has its place"
 NO_IMAGES = "the model reads text alone: set [model.vision], or use an environment of text"
+
+
+def only_text(section: str | None) -> str:
+    """Why images of a dataset cannot be trained on. Only SFT's own data can have some."""
+    is_of_sft = section in (None, "data", "val.data")
+    return ONLY_TEXT if is_of_sft else f"{section} is trained as text alone, also with [model.vision]"
 
 
 def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:

@@ -101,6 +101,13 @@ def test_what_was_found_and_what_was_expected_is_said(row: dict[str, Any], said:
         read_row(row)
 
 
+def test_demonstrations_are_not_told_to_set_what_does_not_help_them() -> None:
+    with pytest.raises(
+        RowFault, match=r"trainer.demonstrations.data is trained as text alone, also with .model.vision"
+    ):
+        read_row({"messages": CHAT, "image": "a.png"}, "trainer.demonstrations.data")
+
+
 # --- images
 
 

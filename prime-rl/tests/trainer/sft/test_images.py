@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -29,10 +31,10 @@ from prime_rl.trainer.model.images import setup_images
 from prime_rl.trainer.model.lora import gather_adapter
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
 from prime_rl.trainer.optim.optimizer import _groups
-from prime_rl.trainer.process.errors import ModelError
+from prime_rl.trainer.process.errors import DataError, ModelError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.packer import lay_out, setup_rows
-from prime_rl.trainer.sft.data.samples import SampleMaker
+from prime_rl.trainer.sft.data.samples import DatasetStream, SampleMaker, as_bytes, from_bytes
 from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
@@ -40,7 +42,7 @@ from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
 from ...utils.test_images import BROKEN_FILES
-from ..vision_checkpoints import FAMILIES, reference, save_checkpoint, save_rows
+from ..vision_checkpoints import FAMILIES, picture, reference, save_checkpoint, save_rows
 from .images_of_two_processes import gradient_of
 
 LANGUAGE = ("lm_head", "model.language_model", "model.text_model")
@@ -111,6 +113,12 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
     }
     assert run(SFTConfig(**base, output_dir=straight)) == 0
     assert run(SFTConfig(**{**base, "max_steps": 4}, output_dir=halves, ckpt={"interval": 4})) == 0
+    # The data may move: a checkpoint has the numbers of rows, and neither paths nor content of the images that wait.
+    saved = [each.read_bytes() for each in RunPaths(halves).trainer_checkpoint(4).rglob("*") if each.is_file()]
+    assert saved
+    assert not any(f"{file.parent}/".encode() in each for each in saved)
+    file = file.parent.rename(tmp_path / "moved") / file.name
+    base["data"]["name"] = str(file)
     assert run(SFTConfig(**base, output_dir=halves, ckpt={"interval": 4, "resume_step": 4})) == 0
     before, one, other = (load_file(each / "model.safetensors") for each in (start, *exports(straight, halves)))
     assert one.keys() == before.keys()
@@ -137,6 +145,35 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
     with torch.no_grad():
         sums = [float(loss_of(row, sample.is_trained)) for row, sample in enumerate(samples)]
     assert of_val[-1] == pytest.approx(sum(sums) / sum(sample.targets for sample in samples), abs=1e-5)
+
+
+def test_samples_that_wait_do_not_hold_the_bytes_of_their_images(tiny_model_dir: Path, tmp_path: Path) -> None:
+    start, data = tmp_path / "start", tmp_path / "rows.parquet"
+    save_checkpoint("smolvlm", start, tiny_model_dir)
+    files = []
+    for number in range(4):
+        content = io.BytesIO()
+        picture(40, 30, number).save(content, "PNG")
+        files.append(content.getvalue())
+    asked = {"role": "user", "content": "<image><image>Which?"}
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [{"messages": [asked, answer], "images": files[2 * row : 2 * row + 2]} for row in range(2)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    model = {"name": str(start), "vision": {}}
+    config = SFTConfig(device="cpu", model=model, data={"name": str(data), "seq_len": 512, "shuffle": False})
+    tokenizer = setup_tokenizer(config.tokenizer, config.model)
+    stream = DatasetStream(config.data, tokenizer, DataAxis(0, 1), setup_images(config.model, tokenizer))
+    waiting = [next(stream) for _ in rows]
+    assert [[image.source for image in each.images] for each in waiting] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    restored = from_bytes(as_bytes(waiting))
+    assert [each.images for each in restored] == [each.images for each in waiting]
+    assert [image.source for each in stream.with_images(restored) for image in each.images] == files
+    # A checkpoint of an earlier version has the bytes themselves.
+    ids, trained, images = as_bytes(stream.with_images(waiting[:1]))[0]
+    assert [image.source for image in from_bytes([(ids, trained, images)])[0].images] == files[:2]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": [answer]}] * 2), data)
+    with pytest.raises(DataError, match="its images have changed since it was read"):
+        DatasetStream(config.data, tokenizer, DataAxis(0, 1)).with_images(restored[1:])
 
 
 def test_a_preflight_tells_each_broken_image_by_its_line_and_counts_the_others(

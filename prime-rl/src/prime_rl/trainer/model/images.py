@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,22 @@ if TYPE_CHECKING:
     from prime_rl.trainer.sft.data.conversation import TokenizedSample
 
 
+class RowImage(NamedTuple):
+    """Where an image is in the data. Samples that wait for their turn, also in checkpoints, have no more of it: bytes
+    would fill the memory, and a path would bind a run to the place of its data."""
+
+    row: int
+    """Number of the row among all rows of the data."""
+    number: int
+    """Number of the image in its row, from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleImage:
     """An image of a sample."""
 
-    source: str | bytes
-    """An absolute path, a data URL, or the bytes of a file."""
+    source: str | bytes | RowImage
+    """An absolute path, a data URL, or the bytes of a file; or where these are."""
     tokens: int
     """Number of tokens that its features replace."""
     digest: str | None = None

@@ -301,7 +301,8 @@ class PackedRows:
         return self
 
     def __next__(self) -> PackedRow:
-        return lay_out(self._packer(self.stream), self.row_tokens, self.config.seq_len)
+        samples = self.stream.with_images(self._packer(self.stream))
+        return lay_out(samples, self.row_tokens, self.config.seq_len)
 
     def state(self) -> dict[str, Any]:
         """The position in the data after the last row, including the samples that wait for a row."""

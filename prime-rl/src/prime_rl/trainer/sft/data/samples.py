@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from prime_rl.checks.time_limit import MAX_RENDER_S, OutOfTime, time_limit
 from prime_rl.configs.data import FakeDataConfig, SFTDataConfig, length_fault
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.model.images import SampleImage
+from prime_rl.trainer.model.images import RowImage, SampleImage
 from prime_rl.trainer.process.errors import BadRow, DataError
 from prime_rl.trainer.sft.data.conversation import (
     ConversationTokenizer,
@@ -33,7 +33,8 @@ from prime_rl.trainer.sft.data.pairs import (
 )
 from prime_rl.trainer.sft.data.places import Place, Places
 from prime_rl.trainer.sft.data.sources import Entry, setup_entries
-from prime_rl.utils.conversations import Row, RowFault
+from prime_rl.utils.conversations import PlainText, Row, RowFault, read_row, split_images
+from prime_rl.utils.images import ImageFault, located
 from prime_rl.utils.logger import count_of, get_logger
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class SampleStream(SampleSource, Protocol):
 
     def restore(self, state: Place) -> None:
         """Continue at a position that `state` returned."""
+
+    def with_images(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        """Samples with their images, which those that wait only refer to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +336,16 @@ def _as_bytes(sample: Sample) -> tuple[Any, ...]:
         mismatched = () if sample.mismatched is None else (sample.mismatched,)
         return sample.key, as_bytes([sample.sequence, *mismatched]), sample.is_desirable
     held = sample.token_ids.astype(np.int32).tobytes(), sample.is_trained.tobytes()
-    return (*held, [(each.source, each.tokens) for each in sample.images]) if sample.images else held
+    if not sample.images:
+        return held
+    sources = (each.source for each in sample.images)
+    plain = (list(source) if isinstance(source, RowImage) else source for source in sources)
+    return (*held, [(source, each.tokens) for source, each in zip(plain, sample.images, strict=True)])
+
+
+def _saved_image(source: str | bytes | Sequence[int], tokens: int) -> SampleImage:
+    """Checkpoints of earlier versions have paths and bytes."""
+    return SampleImage(source if isinstance(source, str | bytes) else RowImage(*source), tokens)
 
 
 def from_bytes(saved: Sequence[Any]) -> list[Any]:
@@ -340,7 +353,7 @@ def from_bytes(saved: Sequence[Any]) -> list[Any]:
     samples: list[Any] = []
     for first, second, *third in saved:
         if isinstance(first, bytes):
-            images = tuple(SampleImage(*each) for each in (third[0] if third else ()))
+            images = tuple(_saved_image(*each) for each in (third[0] if third else ()))
             samples.append(TokenizedSample(np.frombuffer(first, np.int32), np.frombuffer(second, bool), images=images))
         elif third:
             sequence, *mismatched = from_bytes(second)
@@ -484,7 +497,8 @@ class DatasetStream:
     def own_share(self) -> Iterator[Made]:
         """What this data rank reads in the first epoch, without moving or counting. Rows are not streamed."""
         for position in range(self.data_axis.data_rank, self.row_count, self.data_axis.data_size):
-            yield self._made(self.entries.at(position))
+            entry = self.entries.at(position)
+            yield _waiting(self._made(entry), entry.key)
 
     def _useless_share(self) -> str:
         """Why this data rank has nothing to train on."""
@@ -507,7 +521,31 @@ class DatasetStream:
         if made.kind != "seen":
             setattr(self.counts, made.kind, getattr(self.counts, made.kind) + 1)
             self._warn(entry, made)
-        return made.samples
+        return _waiting(made, entry.key).samples
+
+    def with_images(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        return tuple(
+            replace(each, images=tuple(map(self._read_again, each.images)))
+            if isinstance(each, TokenizedSample) and each.images
+            else each
+            for each in samples
+        )
+
+    def _read_again(self, image: SampleImage) -> SampleImage:
+        """Raises DataError: the row has changed since it was tokenized."""
+        if not isinstance(image.source, RowImage):
+            return image
+        entry = self.entries.row(image.source.row)
+        try:
+            content = read_row(entry.read(), self.config.section, with_images=True)
+            if isinstance(content, PlainText):
+                raise RowFault("it is a plain text")
+            _, sources = split_images(content.messages)
+            return replace(image, source=located(sources[image.source.number], content.folder))
+        except IndexError:
+            raise DataError(f"{entry.where}: its images have changed since it was read") from None
+        except (RowFault, ImageFault) as fault:
+            raise DataError(f"{entry.where}: its images have changed since it was read: {fault}") from fault
 
     def _warn(self, entry: Entry, made: Made) -> None:
         """Warn about the first row of a kind and whenever their number has doubled, but never twice about one row."""
@@ -531,6 +569,19 @@ class DatasetStream:
             self._cache[entry.key] = made
             self._cached_tokens += size
         return made
+
+
+def _waiting(made: Made, key: int | None) -> Made:
+    """The same, with places of images instead of the images. Rows that are streamed have no place."""
+    if key is None or not any(isinstance(each, TokenizedSample) and each.images for each in made.samples):
+        return made
+    first, *more = (
+        replace(each, images=tuple(replace(image, source=RowImage(key, at)) for at, image in enumerate(each.images)))
+        if isinstance(each, TokenizedSample)
+        else each
+        for each in made.samples
+    )
+    return replace(made, sample=first, more=tuple(more))
 
 
 def kept_tokens(made: Made) -> int:
@@ -578,6 +629,9 @@ class FakeStream:
         self.counts.seen += 1
         self.drawn.append(f"entry {position}")
         return TokenizedSample(token_ids.astype(np.int32), np.ones(length + 1, dtype=bool))
+
+    def with_images(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        return tuple(samples)
 
     def state(self) -> dict[str, Any]:
         return {**self._places.state(), "counts": asdict(self.counts)}

@@ -412,6 +412,9 @@ class Entries(Protocol):
     def at(self, position: int) -> Entry:
         """The entry at a position. Callers ask in increasing order."""
 
+    def row(self, key: int) -> Entry:
+        """The entry with this key."""
+
     def epoch_of(self, position: int) -> int: ...
 
     def state(self) -> dict[str, Any]:
@@ -431,17 +434,18 @@ class LoadedEntries:
         self._order: tuple[int, np.ndarray] | None = None
 
     def at(self, position: int) -> Entry:
-        index = self._row_index(position)
+        return self.row(self._row_index(position))
 
+    def row(self, key: int) -> Entry:
         def read() -> Row:
-            return self.rows[index]
+            return self.rows[key]
 
         def others() -> Iterator[Row]:
             count = self.row_count
-            drawn = np.random.default_rng(index).integers(0, count, size=_OTHERS).tolist()
-            yield from (self.rows[each] for each in ((index - 1) % count, *drawn) if each != index)
+            drawn = np.random.default_rng(key).integers(0, count, size=_OTHERS).tolist()
+            yield from (self.rows[each] for each in ((key - 1) % count, *drawn) if each != key)
 
-        return Entry(read, self.rows.where(index), index, others)
+        return Entry(read, self.rows.where(key), key, others)
 
     def epoch_of(self, position: int) -> int:
         return position // self.row_count
@@ -483,6 +487,9 @@ class StreamedEntries:
             self._read_block()
         row = self._block[position - self._block_start]
         return Entry(row, row.where)
+
+    def row(self, key: int) -> Entry:
+        raise DataError(f"{self.config.label} is streamed, and the checkpoint is of rows that were not")
 
     def epoch_of(self, position: int) -> int:
         """The current epoch, since the start of the next one is unknown."""
