@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import re
@@ -26,6 +27,7 @@ from prime_rl.inference.embedded.engine.vision import PromptImages
 from prime_rl.inference.embedded.errors import GenerationFailed
 from prime_rl.inference.embedded.http.service import Service
 from prime_rl.inference.embedded.startup import start_service
+from prime_rl.inference.guards import BoundBodies
 from prime_rl.inference.model_files import WeightError
 from prime_rl.inference.protocol import ChatBody, RequestError, check_messages
 from prime_rl.transport.images import rope_positions
@@ -264,3 +266,39 @@ def test_models_that_read_text_alone_refuse_images_in_one_line(tiny_model_dir: P
         with pytest.raises(RequestError) as refused:
             submitted(service, [image])
         assert str(refused.value) == f"This server reads text alone: {fault}"
+
+
+def test_bodies_that_would_fill_the_memory_together_wait_and_small_ones_do_not() -> None:
+    size, read = 100_000, list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        read.append(len((await receive())["body"]))
+
+    async def request(guard: BoundBodies, length: int, arrives: asyncio.Event, answers: list[Any]) -> None:
+        async def receive() -> dict[str, Any]:
+            await arrives.wait()
+            return {"type": "http.request", "body": bytes(length)}
+
+        async def send(message: dict[str, Any]) -> None:
+            answers.append(message.get("status"))
+
+        headers = [(b"content-length", str(length).encode())]
+        await guard({"type": "http", "headers": headers}, receive, send)
+
+    async def check() -> None:
+        slow, now, answers = asyncio.Event(), asyncio.Event(), list[Any]()
+        now.set()
+        guard = BoundBodies(app, most_bytes=2 * size)
+        first = [asyncio.create_task(request(guard, size, slow, answers)) for _ in range(2)]
+        third = asyncio.create_task(request(guard, size, now, answers))
+        await request(guard, 10, now, answers)
+        assert read == [10], "the third waits until one of the first has arrived"
+        slow.set()
+        await asyncio.gather(*first, third)
+        assert (read, answers) == ([10, size, size, size], [])
+        impatient = BoundBodies(app, timeout_s=0.01, most_bytes=size)
+        async with impatient._room(size):
+            await request(impatient, size, now, answers)
+        assert answers == [503, None]
+
+    asyncio.run(check())

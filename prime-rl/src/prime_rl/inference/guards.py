@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODY_BYTES, RequestError
+from prime_rl.inference.protocol import BODY_TIMEOUT_S, MAX_BODIES_BYTES, MAX_BODY_BYTES, RequestError
 from prime_rl.utils.engine_keys import is_bearer
 from prime_rl.utils.http_server import marks_fault
 
+_SMALL_BYTES = 1 << 16
 HEALTH = "/health"
 METRICS = "/metrics"
 
@@ -56,12 +58,22 @@ class BoundBodies:
     """ASGI middleware: receives the whole body before the app runs, and refuses a body that is too large or too slow.
 
     A body that announces its size is refused (413) before any of it is read; others once they exceed the limit.
+    Bodies that would have more than `most_bytes` together wait before they are read, at most `timeout_s` (503).
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int = MAX_BODY_BYTES,
+        timeout_s: float = BODY_TIMEOUT_S,
+        most_bytes: int = MAX_BODIES_BYTES,
+    ) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
+        self.most_bytes = most_bytes
+        self._arriving_bytes = 0
+        self._changed = asyncio.Condition()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,12 +93,39 @@ class BoundBodies:
         """The body; None if the client has disconnected.
 
         Raises:
-            RequestError: status 413 if the body is too large, 408 if it does not arrive in time, 400 if it would take
-                seconds to parse.
+            RequestError: status 413 if the body is too large, 408 if it does not arrive in time, 503 if too many others
+                arrive, 400 if it would take seconds to parse.
         """
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if len(length.lstrip(b"0")) > len(str(self.max_bytes)) or int(length) > self.max_bytes:
             raise self._too_large()
+        is_announced = not any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        async with self._room(int(length) if is_announced else self.max_bytes):
+            return await self._received(receive)
+
+    @asynccontextmanager
+    async def _room(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until a body may arrive. Small ones do not: weights must be updated whatever else arrives.
+
+        Raises:
+            RequestError: status 503 if that takes too long.
+        """
+        num_bytes = num_bytes if num_bytes > _SMALL_BYTES else 0
+        try:
+            async with asyncio.timeout(self.timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._arriving_bytes + num_bytes <= self.most_bytes)
+                self._arriving_bytes += num_bytes
+        except TimeoutError as exc:
+            message = f"Other bodies of {self._arriving_bytes} bytes are arriving: ask again later"
+            raise RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE) from exc
+        try:
+            yield
+        finally:
+            self._arriving_bytes -= num_bytes
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _received(self, receive: Receive) -> bytes | None:
         body = bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):

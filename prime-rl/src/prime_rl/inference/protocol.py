@@ -22,6 +22,8 @@ from prime_rl.utils.terminal import cut_inside
 
 MAX_BODY_BYTES = 64 << 20
 """Images in base64 are a third longer than their files."""
+MAX_BODIES_BYTES = 1 << 30
+"""Of all bodies that arrive at once. Further ones wait, so that slow senders of images cannot fill the memory."""
 BODY_TIMEOUT_S = 60.0
 """Time for a body to arrive after its headers."""
 
