@@ -53,6 +53,7 @@ BLOCK_ROLLOUTS = 64
 MAX_TOKENS = 4096
 """Tokens of a rollout whose log-probabilities are shown."""
 MAX_TEXT_CHARS = 100_000
+MAX_MESSAGE_PICTURES = 64
 PREVIEW_CHARS = 120
 MAX_PICTURES = 2000
 """Different images of rollouts that are shown: 30 MB of small pictures, in 10 seconds."""
@@ -189,8 +190,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"role": str(message.get("role", "?")), "text": _cut(content_text(message.get("content")))}
     if thoughts := message.get("reasoning_content"):
         found["thoughts"] = _cut(str(thoughts))
-    if images := image_digests(message):
-        found["images"] = images
+    if images := list(dict.fromkeys(image_digests(message))):
+        found["images"] = images[:MAX_MESSAGE_PICTURES]
     if calls := [_call(each) for each in message.get("tool_calls") or () if each]:
         found["calls"] = calls
     return found

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.rollouts.rollout import Group
 from prime_rl.orchestrator.rollouts.token_texts import TokenTexts
 from prime_rl.run.directory import prepare_run_dir
 from prime_rl.run.paths import OrchestratorPaths, RunPaths
+from prime_rl.run.pictures import PictureWriter
 from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.images import ImageLimits, content_digest, decoded_image, of_base64, thumbnail
 
@@ -125,6 +126,10 @@ def test_images_are_kept_as_small_pictures_by_their_hash(tmp_path: Path, rollout
     assert picture is not None
     assert decoded_image(of_base64(picture.partition(",")[2], ImageLimits()), ImageLimits()).size == (256, 128)
     assert one.prompt is asked, "the rollout itself keeps its images"
+    many = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": held}}] * 10_000}]
+    ((*first, last),) = (each["content"] for each in PictureWriter(paths.pictures).kept(many, {}))
+    assert sum("sha256" in part for part in first) == 32
+    assert last == {"type": "image"}, "thousands take no time"
 
 
 @pytest.mark.parametrize(

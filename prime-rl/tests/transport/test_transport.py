@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from prime_rl.configs.shared import FileSystemTransportConfig, TransportConfig, ZMQTransportConfig
 from prime_rl.run.paths import RunPaths
@@ -23,6 +25,7 @@ from prime_rl.transport import (
     setup_micro_batch_receiver,
     setup_micro_batch_sender,
 )
+from prime_rl.transport.messages import ImageReference
 
 
 def sample(token: int = 5) -> TrainingSample:
@@ -122,3 +125,15 @@ def test_each_rank_gets_its_own_rows_of_each_step(ends) -> None:
         sender.send(step, {1: [row(step)], 10: [row(10 * step), row(20 * step)]})
         received = {rank: receiver.receive(step) for rank, receiver in receivers.items()}
         assert received == {1: [row(step)], 10: [row(10 * step), row(20 * step)]}
+
+
+def test_an_image_is_sent_once_however_many_sequences_show_it(ends) -> None:
+    one, other = (ImageReference(name, f"data:;base64,{name * 100_000}", 2, 3) for name in "ab")
+    rows = [replace(row(1), images=[[one, other], [one]]), row(2), replace(row(3), images=[[], [other, one]])]
+    sender, receiver = ends.rows_sender({0: 1}), ends.rows_receiver(0)
+    lengths: list[int] = []
+    encode = sender._encoder.encode
+    sender._encoder = SimpleNamespace(encode=lambda value: lengths.append(len(encode(value))) or encode(value))
+    sender.send(0, {0: rows})
+    assert receiver.receive(0) == rows
+    assert 200_000 < lengths[0] < 201_000

@@ -5,9 +5,10 @@ The run writes them, the report embeds them. Nobody opens an image because a kep
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,6 +75,8 @@ SIDE = 256
 """Pixels of the longer side of a small picture of a rollout's image. It takes 5 to 30 kB."""
 MOST_PICTURES = 10_000
 """Pictures that a run keeps. Rollouts of further images are kept without."""
+_MOST_UNSEEN = 32
+"""Images of a rollout's messages that are read although the policy has not seen them: a second each, at most."""
 _MOST_FILE_BYTES = 2**18
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -102,21 +105,22 @@ class PictureWriter:
     def kept(self, messages: Any, shown: Mapping[str, Shown]) -> Any:
         """Messages with `{"type": "image", "image": "scans/7.png", "sha256": …, "height": …, "width": …}` for an image.
 
-        One that was given as bytes has no `image`: its content is in the data. Of `shown`, by source, and of images
-        that the messages hold, a picture is written. An image that they only name is not opened.
+        One that was given as bytes has no `image`: its content is in the data. Of `shown`, by source, and of the first
+        images that the messages hold, a picture is written. An image that they only name is not opened.
         """
         if not isinstance(messages, list):
             return messages
-        return [self._message(each, shown) for each in messages]
+        room = itertools.count(-_MOST_UNSEEN)
+        return [self._message(each, shown, room) for each in messages]
 
-    def _message(self, message: Any, shown: Mapping[str, Shown]) -> Any:
+    def _message(self, message: Any, shown: Mapping[str, Shown], room: Iterator[int]) -> Any:
         content = message.get("content") if hasattr(message, "get") else None
         if not isinstance(content, list) or not any(map(is_image, content)):
             return message
         plain = message.model_dump() if hasattr(message, "model_dump") else dict(message)
-        return {**plain, "content": [self._part(part, shown) if is_image(part) else part for part in content]}
+        return {**plain, "content": [self._part(part, shown, room) if is_image(part) else part for part in content]}
 
-    def _part(self, part: Any, shown: Mapping[str, Shown]) -> Any:
+    def _part(self, part: Any, shown: Mapping[str, Shown], room: Iterator[int]) -> Any:
         source, seen = source_of(part), None
         try:
             seen = shown.get(located_url(source, Path())) if source is not None else None
@@ -124,16 +128,14 @@ class PictureWriter:
                 self._write(seen.digest, source)
                 facts = {"sha256": seen.digest, "height": seen.height, "width": seen.width}
             else:
-                facts = self._of_content(source)
+                facts = self._of_content(source) if is_data_url(source) and next(room) < 0 else {}
         except (ImageFault, OSError, TypeError, ValueError, KeyError) as fault:
             facts = {"fault": str(fault)}  # a rollout of an image that is gone is kept all the same
         source = source if seen is None else seen.source  # absolute
         named = {"image": source} if isinstance(source, str) and not is_data_url(source) else {}
         return {"type": "image", **named, **facts}
 
-    def _of_content(self, source: Any) -> dict[str, Any]:
-        if not is_data_url(source):
-            return {}
+    def _of_content(self, source: str) -> dict[str, Any]:
         content = requested_bytes(source, None, ImageLimits())
         image = decoded_image(content, ImageLimits())
         digest = content_digest(content)

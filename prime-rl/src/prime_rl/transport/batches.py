@@ -9,11 +9,12 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from prime_rl.configs.shared import ZMQTransportConfig
 from prime_rl.run.paths import OrchestratorPaths, RunPaths, step_of
 from prime_rl.transport.endpoints import Endpoint, TransportError
-from prime_rl.transport.messages import MicroBatch, TrainingBatch
+from prime_rl.transport.messages import ImageReference, MicroBatch, TrainingBatch
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -90,7 +91,7 @@ class FileSystemMicroBatchSender:
         self._discard_steps(before=step)
         for rank, rows in rows_of_ranks.items():
             with replacing_file(self.run.rank_batch(step, rank)) as scratch:
-                scratch.write_bytes(self._encoder.encode(rows))
+                scratch.write_bytes(self._encoder.encode(_images_once(rows)))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
@@ -110,10 +111,35 @@ class FileSystemMicroBatchReceiver:
         self._decoder = msgspec.msgpack.Decoder(list[MicroBatch])
 
     def receive(self, step: int) -> list[MicroBatch]:
-        return self._decoder.decode(self.run.rank_batch(step, self.data_rank).read_bytes())
+        return _images_restored(self._decoder.decode(self.run.rank_batch(step, self.data_rank).read_bytes()))
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+def _images_once(rows: list[MicroBatch]) -> list[MicroBatch]:
+    """Rows of which only the first that shows an image says where it is: a data URL may have megabytes."""
+    seen: set[str] = set()
+
+    def once(image: ImageReference) -> ImageReference:
+        if image.digest in seen:
+            return replace(image, source="")
+        seen.add(image.digest)
+        return image
+
+    return [
+        replace(row, images=[[once(each) for each in sequence] for sequence in row.images]) if row.images else row
+        for row in rows
+    ]
+
+
+def _images_restored(rows: list[MicroBatch]) -> list[MicroBatch]:
+    shown = [each for row in rows for sequence in row.images or () for each in sequence]
+    known = {each.digest: each for each in shown if each.source}
+    for row in rows:
+        if row.images is not None:
+            row.images = [[known[each.digest] for each in sequence] for sequence in row.images]
+    return rows
 
 
 def _steps_in(parent: Path, before: int | None = None) -> list[int]:
@@ -240,7 +266,7 @@ class ZMQMicroBatchSender:
         """
         self._await_subscriptions(rows_of_ranks)
         for rank, rows in rows_of_ranks.items():
-            self._socket.send_multipart([_topic(rank), str(step).encode(), self._encoder.encode(rows)])
+            self._socket.send_multipart([_topic(rank), str(step).encode(), self._encoder.encode(_images_once(rows))])
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_S * 1000)
@@ -276,7 +302,7 @@ class ZMQMicroBatchReceiver:
         _, sent_step, payload = self._socket.recv_multipart()
         if int(sent_step) != step:
             raise TransportError(f"expected the rows of step {step}, but received those of step {int(sent_step)}")
-        return self._decoder.decode(payload)
+        return _images_restored(self._decoder.decode(payload))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
