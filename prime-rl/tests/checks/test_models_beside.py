@@ -121,6 +121,11 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
         (rm("granite"), f"model.name = {folders / 'granite'}: Transformers has no class for a reward model"),
         (rm("classifier"), "a classifier with 2 labels, and a reward model has one"),
         (sft("dense", sizes={"router_aux_loss_coef": 0.1}), "Qwen3ForCausalLM is no mixture of experts: remove it"),
+        (sft("dense", sizes={"freeze_moe_router": True}), "model.freeze_moe_router: Qwen3ForCausalLM is no mixture"),
+        (
+            sft("dense", sizes={"router_bias_update_rate": 0.1}),
+            "model.router_bias_update_rate: Qwen3ForCausalLM is no mixture of experts: remove it",
+        ),
         (rl("jetmoe", sizes={"ep": 2}), "model.ep: JetMoeForCausalLM has no experts that can be divided"),
         (rl("jetmoe", sizes={"tp": 2}), "model.tp: Transformers has no plan to divide the layers of JetMoeForCausalLM"),
     ):

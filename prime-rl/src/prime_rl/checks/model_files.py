@@ -20,6 +20,7 @@ from prime_rl.utils.files import missing_advice
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_OF_ROUTERS = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0, "freeze_moe_router": False}
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
@@ -35,8 +36,9 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
         if fault := fault or description.division_fault(model) or description.storing_fault(model):
             return fault
-        if model.router_aux_loss_coef > 0 and not description.has_experts:
-            return f"model.router_aux_loss_coef: {description.class_name} is no mixture of experts: remove it"
+        key = next((each for each in _OF_ROUTERS if getattr(model, each)), None)
+        if key is not None and not description.has_experts:
+            return f"model.{key}: {description.class_name} is no mixture of experts: remove it"
         if model.vision is not None and (fault := vision_fault(description.family) or _no_processor(model.name, start)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
@@ -56,7 +58,7 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     """
     description = describe(name, start)
     # A critic is stored as the trained model is.
-    of_trained = {"vision": None, "router_aux_loss_coef": 0.0} | ({} if is_scored else {"quantization": None})
+    of_trained = {"vision": None, **_OF_ROUTERS} | ({} if is_scored else {"quantization": None})
     other = model.model_copy(update={"name": name, "debug": DebugModelConfig(), **of_trained})
     return trained_model_fault(other, start) or (description.scoring_fault() if description and is_scored else None)
 
