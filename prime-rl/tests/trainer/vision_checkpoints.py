@@ -209,14 +209,15 @@ def save_rows(folder: Path) -> Path:
 
 
 def reference(
-    name: str, directory: Path, file: Path
+    name: str, directory: Path, file: Path, **options: Any
 ) -> tuple[list[list[int]], tf.PreTrainedModel, Callable[..., Tensor]]:
     """Of each row, the token ids of Transformers' processor; its model; and its loss of a row, summed over the tokens
-    that the mask marks."""
+    that the mask marks. `options` are those of `from_pretrained`."""
     family = FAMILIES[name]
     tokenizer = tf.AutoTokenizer.from_pretrained(directory)
     processor = family.processor(tf.AutoImageProcessor.from_pretrained(directory, backend="pil"), tokenizer)
-    model = tf.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    options |= {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = tf.AutoModelForImageTextToText.from_pretrained(directory, **options)
     inputs = []
     for line in file.read_text().splitlines():
         messages = json.loads(line)["messages"]

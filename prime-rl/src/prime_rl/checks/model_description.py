@@ -321,9 +321,11 @@ class ModelDescription:
             return f"model.quantization does not cover the experts of {self.class_name}, most of its weights: remove it"
         if model.quantization is not None:
             return "its weights are in 4 bits already: remove model.quantization"
-        if self.has_experts or self.is_nested:
-            what = "experts" if self.has_experts else "a language part"
-            return f"its weights are in 4 bits, which is not supported for {what}: {_PLAIN_VERSION}"
+        if self.has_experts:
+            return f"its weights are in 4 bits, which is not supported for experts: {_PLAIN_VERSION}"
+        if self.is_nested and model.vision is None:
+            advice = f"set [model.vision], or {_PLAIN_VERSION}" if self.family in VISION_FAMILIES else _PLAIN_VERSION
+            return f"its weights are in 4 bits, which is not supported for its language part alone: {advice}"
         stored = model.model_copy(
             update={"quantization": packed, "lora": model.lora or (LoRAConfig() if is_frozen else None)}
         )

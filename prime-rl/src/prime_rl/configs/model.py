@@ -409,8 +409,6 @@ class ModelConfig(BaseModelConfig):
         for name in ("tp", "ep"):
             if (size := getattr(self, name)) > 1:
                 yield f"does not go with {name} ({size}), which would divide packed weights: use FSDP alone"
-        if self.vision is not None:
-            yield "does not go with [vision] yet, whose tower would be quantized too: remove [vision]"
 
 
 def cpu_row_tokens(seq_len: int, hidden_size: int, layers: int) -> int:
