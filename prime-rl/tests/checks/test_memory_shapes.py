@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.checks.memory import ModelShape
 from prime_rl.checks.memory.shapes import FAMILIES
+from prime_rl.checks.memory.training import adapter_parameters
+from prime_rl.configs.model import LoRAConfig
 from prime_rl.utils.errors import StartFault
 
 
@@ -66,3 +68,15 @@ def test_a_model_that_is_not_here_is_named_with_what_to_do(tmp_path: Path, monke
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(StartFault, match=r"run `hf download someone/model config\.json` first"):
         ModelShape.of("someone/model")
+
+
+def test_a_pattern_may_name_the_layers_whose_adapters_have_another_rank() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 128}
+    tensors = {f"model.layers.{index}.self_attn.q_proj.weight": (32, 64) for index in range(3)}
+    shape, lora = ModelShape(sizes, tensors), LoRAConfig(rank=4, target_modules=["q_proj"])
+    of_layers = {"layers.1": 8, r"\.2\.self_attn": 2}
+    ranks = lora.model_copy(update={"rank_pattern": of_layers})
+    only_first = lora.model_copy(update={"target_modules": [r"layers\.0\..*q_proj"]})
+    for config, expected in ((lora, [4, 4, 4]), (ranks, [4, 8, 2]), (only_first, [4, 0, 0])):
+        placed = zip(shape.blocks, shape.places, strict=True)
+        assert [adapter_parameters(block, config, place) for block, place in placed] == [96 * rank for rank in expected]

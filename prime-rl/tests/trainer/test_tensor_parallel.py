@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,30 @@ def test_a_model_without_experts_that_take_tokens_one_by_one_is_refused(config: 
 )
 def test_processes_divide_the_heads_and_experts_of_a_model(sizes: dict[str, int], fault: str | None) -> None:
     assert ModelDescription(LLAMA | {"num_local_experts": 12}).division_fault(ModelConfig(**sizes)) == fault
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"intermediate_size": 96}, None),
+        ({"intermediate_size": 90}, "model.tp = 4 does not divide intermediate_size = 90 of LlamaForCausalLM"),
+        ({"intermediate_size": [96, 90]}, "model.tp = 4 does not divide intermediate_size = 90 of LlamaForCausalLM"),
+        ({"intermediate_size": 90, "num_experts": 8}, None),
+        (
+            {"intermediate_size": 90, "num_experts": 8, "mlp_only_layers": [0]},
+            "model.tp = 4 does not divide intermediate_size = 90 of LlamaForCausalLM",
+        ),
+        (
+            {"attention_dropout": 0.1},
+            "model.tp = 4 and attention_dropout = 0.1: set that to 0 in config.json, or remove model.tp",
+        ),
+    ],
+)
+def test_processes_divide_feed_forward_layers_and_draw_no_dropout_of_what_they_divide(
+    settings: dict[str, Any], fault: str | None
+) -> None:
+    described, config = ModelDescription(LLAMA | {"num_key_value_heads": 8} | settings), ModelConfig(tp=4)
+    assert (described.division_fault(config) or described.dropout_fault(config)) == fault
 
 
 @pytest.mark.parametrize(("tp", "fault"), [(8, None), (3, "does not divide the 32"), (16, "neither divides")])

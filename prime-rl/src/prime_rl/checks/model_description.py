@@ -293,6 +293,13 @@ class ModelDescription:
         heads = self.setting("num_key_value_heads")
         if isinstance(heads, int) and heads % model.tp:
             return f"model.tp = {model.tp} does not divide the {heads} key-value heads of {self.class_name}"
+        # Experts are held whole.
+        is_dense = not self.has_experts or self.setting("first_k_dense_replace") or self.setting("mlp_only_layers")
+        for key in (*(("intermediate_size",) if is_dense else ()), "shared_expert_intermediate_size"):
+            stated = self.setting(key)
+            for width in stated if isinstance(stated, list) else [stated]:
+                if isinstance(width, int) and width % model.tp:
+                    return f"model.tp = {model.tp} does not divide {key} = {width} of {self.class_name}"
         return None
 
     def computes_whole_rows(self, cp: int) -> bool:
@@ -301,6 +308,19 @@ class ModelDescription:
             return False
         heads = self.setting(_STATE_HEADS.get(str(self.language_part.get("model_type")), ""))
         return not isinstance(heads, int) or heads % cp > 0
+
+    def dropout_fault(self, model: ModelConfig) -> str | None:
+        """Why SFT cannot apply the dropouts of its config in layers that processes divide; None if it can.
+
+        The processes draw the same numbers, so that they drop alike what they all hold: of what each holds a part of,
+        such as the scores of some heads, they would drop the same places.
+        """
+        key = next(filter(self.setting, ("attention_dropout", "attn_pdrop", "activation_dropout")), None)
+        if model.tp == 1 or key is None:
+            return None
+        return (
+            f"model.tp = {model.tp} and {key} = {self.setting(key)}: set that to 0 in config.json, or remove model.tp"
+        )
 
     @property
     def packed(self) -> QuantizationConfig | None:

@@ -171,9 +171,11 @@ def _sft_faults(config: SFTConfig, start: StartDir) -> Iterator[str]:
     adds_tokens = bool(config.tokenizer.add_tokens)
     untrained = list(_trained_faults("model.name", config.model, start, adds_tokens=adds_tokens))
     yield from untrained
-    description = describe(config.model.name, start) if config.component == "rm" and not untrained else None
-    if description is not None and (fault := description.scoring_fault()):
-        yield f"model.name = {config.model.name}: {fault}"
+    description = None if untrained else describe(config.model.name, start)
+    if description is not None:
+        unscored = description.scoring_fault() if config.component == "rm" else None
+        for fault in filter(None, (unscored, description.dropout_fault(config.model))):
+            yield f"model.name = {config.model.name}: {fault}"
     yield from tokenizer_faults(config.tokenizer, config.model, start)
     yield from filter(None, (length_fault(config.data),))
     yield from data_faults(config.datasets, start)

@@ -170,6 +170,8 @@ def _is_refused(config: Any, models: Iterable[ModelDescription]) -> bool:
     trainer = getattr(config, "trainer", config)
     faults = chain(trainer.model.faults(), trainer.faults(), config.faults())
     divisions = [model.division_fault(trainer.model) for model in models]
+    if trainer is config:  # RL trains without dropout
+        divisions += [model.dropout_fault(trainer.model) for model in models]
     if getattr(config, "inference", None) is not None:
         divisions += [model.serving_fault(config.inference.parallel.tp) for model in models]
     return any(True for _ in chain(faults, filter(None, divisions)))

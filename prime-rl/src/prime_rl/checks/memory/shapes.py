@@ -306,6 +306,12 @@ class ModelShape:
         return blocks
 
     @cached_property
+    def places(self) -> list[str]:
+        """The path of each decoder block, with a dot at its end; empty for one without tensors."""
+        paths = {_layer_of(name): name[: found.end(1) + 1] for name in self.tensors if (found := _LAYER.search(name))}
+        return [paths.get(index, "") for index in range(self.layers)]
+
+    @cached_property
     def root(self) -> Tensors:
         """Embedding, head and final norm."""
         return {name: shape for name, shape in self.tensors.items() if _layer_of(name) < 0}

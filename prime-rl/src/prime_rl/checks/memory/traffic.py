@@ -25,8 +25,8 @@ def traffic_of_row(training: Training) -> Traffic:
         # Forward, backward, and forward again.
         passes = 3 if index in again else 2
         sent.update({axis: passes * size for axis, size in _of_hidden_states(training, block)})
-        sent.update(dict(_of_weights(training, block)))
-    sent.update(dict(_of_weights(training, training.shape.root, is_root=True)))
+        sent.update(dict(_of_weights(training, block, training.shape.places[index])))
+    sent.update(dict(_of_weights(training, training.shape.root, None)))
     if training.model.tp > 1:  # each process scores some of the tokens
         width = training.compute_bytes * training.row_tokens * training.shape.hidden
         sent["tp"] += _summed(width, training.model.tp)
@@ -57,9 +57,12 @@ def _of_hidden_states(training: Training, block: Tensors) -> Iterator[tuple[str,
         yield "ep", 2 * _gathered(width * experts_per_token(shape) // tp, ep)  # there and back
 
 
-def _of_weights(training: Training, tensors: Tensors, *, is_root: bool = False) -> Iterator[tuple[str, int]]:
-    """What FSDP sends to gather weights and to sum gradients, and copies of the model to sum theirs."""
-    model, lora = training.model, training.model.lora
+def _of_weights(training: Training, tensors: Tensors, place: str | None) -> Iterator[tuple[str, int]]:
+    """What FSDP sends to gather weights and to sum gradients, and copies of the model to sum theirs.
+
+    `place` is the path of a block; None for what is outside of the blocks.
+    """
+    model, lora, is_root = training.model, training.model.lora, place is None
     tp, ep = (1, 1) if is_root else (model.tp, max(model.ep, model.tp))
     gathers = 1 if is_root or not model.reshard_after_forward else 2
     experts: Tensors = {name: size for name, size in tensors.items() if len(size) == 3}
@@ -67,7 +70,7 @@ def _of_weights(training: Training, tensors: Tensors, *, is_root: bool = False) 
     sharded = copied = 0
     for part, division in ((others, tp), (experts, ep)):
         own, shards = count(part) // division, max(1, training.shards // division)
-        trained = own if lora is None else adapter_parameters(part, lora) // division
+        trained = own if lora is None else adapter_parameters(part, lora, place or "") // division
         sharded += gathers * _gathered(training.stored(own, [part], training.compute_bytes), shards)
         sharded += _gathered(trained * training.reduce_bytes, shards)
         copied += _summed(trained * training.reduce_bytes // shards, model.dp_replicate)

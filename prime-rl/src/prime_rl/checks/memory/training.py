@@ -57,17 +57,17 @@ class BlockActivations:
 
 
 def block_activations(
-    shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None = None
+    shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None = None, place: str = ""
 ) -> BlockActivations:
-    """Memory of one block per token of a row."""
+    """Memory of one block per token of a row. `place` is the path of the block, which patterns of adapters match."""
     size, hidden = precision.compute_bytes, shape.hidden
     inner = _inner_width(shape, block) // precision.tp
     saved = _norms(shape, block, precision, lora) + _attention(shape, size) // precision.tp
     saved += _mlp(shape, block, precision, lora)
     if lora is not None:
-        for path in (path for path in linear_paths(block) if is_target(lora, path)):
+        for path in (path for path in linear_paths(block) if is_target(lora, place + path)):
             # DoRA keeps the output before it is stretched.
-            saved += size * (lora.rank_of(path) + (block[f"{path}.weight"][0] if lora.use_dora else 0))
+            saved += size * (lora.rank_of(place + path) + (block[f"{path}.weight"][0] if lora.use_dora else 0))
     gradients = _LEAN_MLP_GRADIENTS if _has_lean_mlp(shape, block, precision, lora) else _MLP_GRADIENTS
     temporary = size * (gradients * inner + hidden)
     return BlockActivations(saved, size * hidden, temporary)
@@ -319,7 +319,13 @@ class Training:
         if lora is None:
             return self.shape.parameters
         saved = [shape for name, shape in self.shape.tensors.items() if _is_saved(lora, name)]
-        return sum(map(prod, saved)) + sum(adapter_parameters(block, lora) for block in self.shape.blocks)
+        return sum(map(prod, saved)) + sum(self.adapter_parameters)
+
+    @property
+    def adapter_parameters(self) -> list[int]:
+        """Parameters of the adapters of each block."""
+        lora, placed = self.model.lora, zip(self.shape.blocks, self.shape.places, strict=True)
+        return [] if lora is None else [adapter_parameters(block, lora, place) for block, place in placed]
 
     @property
     def weights(self) -> int:
@@ -398,7 +404,8 @@ def precision_of(model: ModelConfig, device: Device) -> Precision:
 
 def activations_of(shape: ModelShape, model: ModelConfig, device: Device) -> list[BlockActivations]:
     """What each decoder block keeps."""
-    return [block_activations(shape, block, precision_of(model, device), model.lora) for block in shape.blocks]
+    placed, precision = zip(shape.blocks, shape.places, strict=True), precision_of(model, device)
+    return [block_activations(shape, block, precision, model.lora, place) for block, place in placed]
 
 
 def recomputed_blocks(blocks: Sequence[BlockActivations], ac: ActivationCheckpointConfig | None, tokens: int) -> range:
@@ -450,14 +457,15 @@ def loading_memory(training: Training) -> int:
     """Peak of a process's host memory while it loads the model: libraries, its shards if they are on the host, and the
     largest piece of a file, as read and in float32 (`transport/loading.py`). CUDA's own memory is not included.
 
-    Rank 0 draws the whole of a random model.
+    Of a random model, rank 0 draws the largest block instead.
     """
     on_host = training.device == "cpu" or training.model.fsdp_cpu_offload
-    largest = _FLOAT32 * max(map(prod, training.shape.tensors.values())) // training.shards
-    is_whole = training.model.debug.random_init and (on_host or training.processes > 1)
-    whole = training.shape.parameters * training.master_bytes if is_whole else 0
     shards = training.weights if on_host else 0
-    return _LIBRARIES_BYTES + whole + shards + 3 * min(largest, _PIECE_BYTES) // 2
+    if training.model.debug.random_init:
+        drawn = max(map(count, [training.shape.root, *training.shape.blocks])) if training.device == "cpu" else 0
+        return _LIBRARIES_BYTES + shards + drawn * training.master_bytes
+    largest = _FLOAT32 * max(map(prod, training.shape.tensors.values())) // training.shards
+    return _LIBRARIES_BYTES + shards + 3 * min(largest, _PIECE_BYTES) // 2
 
 
 def copied_state(training: Training) -> int:
@@ -544,7 +552,7 @@ def _in_backward(training: Training) -> Parts:
         largest = max(training.shape.blocks, key=count)
         lora, size = training.model.lora, training.compute_bytes
         own = _of_one_process(largest, training.model)
-        trained = own if lora is None else adapter_parameters(training.shape.blocks[0], lora)
+        trained = own if lora is None else max(training.adapter_parameters)
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
         matrix = max(_of_one_process({name: of}, training.model) for name, of in largest.items())
         computing = temporary + size * (matrix if lora is None else 0)
@@ -629,15 +637,15 @@ def quantized_bytes(shape: Sequence[int]) -> int:
     return 2 * prod(shape[:-1]) * (columns + _FLOAT32 * (columns // QUANTIZED_BLOCK))
 
 
-def adapter_parameters(block: Tensors, lora: LoRAConfig) -> int:
-    """Parameters of the adapters of a block."""
+def adapter_parameters(block: Tensors, lora: LoRAConfig, place: str) -> int:
+    """Parameters of the adapters of the block at `place`."""
     total = 0
-    for path in (path for path in linear_paths(block) if is_target(lora, path)):
+    for path in (path for path in linear_paths(block) if is_target(lora, place + path)):
         shape = block[f"{path}.weight"]
-        total += lora.rank_of(path) * sum(shape) + (shape[0] if lora.use_dora else 0)
+        total += lora.rank_of(place + path) * sum(shape) + (shape[0] if lora.use_dora else 0)
     for name, shape in block.items():
         path, _, last = name.partition(".experts.")
-        if len(shape) != 3 or not is_target(lora, f"{path}.experts"):
+        if len(shape) != 3 or not is_target(lora, f"{place}{path}.experts"):
             continue
         copies, out, width = shape
         # Gate and up have an adapter each, also where their weights are stacked.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -167,11 +168,13 @@ def prepare_blocks(
     is_random: bool,
     state_layers: StateLayers | None = None,
     routers: Routers | None = None,
+    shape: ModelShape | None = None,
 ) -> None:
     """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks.
 
     `is_random` says that blocks draw random numbers, for dropout: recomputing them then restores the random state.
     Recomputed blocks run `state_layers` on the sequences of their forward pass, and `routers` choose as they did there.
+    With `ac.memory_gib`, `shape` tells how much they keep.
     """
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
@@ -180,7 +183,7 @@ def prepare_blocks(
         get_logger().info("model.ac_offloading has no effect on a CPU: activations are in host memory already")
     of_blocks: list[BlockActivations] = []
     if config.ac is not None and config.ac.memory_gib is not None:
-        shape = ModelShape.of(config.name, config.debug.num_layers)
+        assert shape is not None
         of_blocks = activations_of(shape, config, "cuda" if device.type == "cuda" else "cpu")
     for index, block in enumerate(decoder_blocks(model)):
         forward = block.forward
@@ -219,7 +222,7 @@ def _within_budget(
 
     def choosing(*args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        tokens = hidden.numel() // hidden.shape[-1]
+        tokens = prod(hidden.shape[-3:-1])  # Gemma 3n has several states of each, along a first axis
         return (again if index in recomputed_blocks(of_blocks, ac, tokens) else keeping)(*args, **kwargs)
 
     return choosing

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.checks.model_description import ModelDescription, vision_fault
+from prime_rl.checks.memory.shapes import ModelShape, with_usual_names
+from prime_rl.checks.model_description import ModelDescription, is_of_tower, vision_fault
 from prime_rl.checks.model_files import unused_tensors
 from prime_rl.configs.trainer import ModelConfig, WeightCheckpointConfig
 from prime_rl.run.process import own_beats
@@ -341,21 +342,23 @@ def setup_model(
     home = torch.device("cpu") if config.fsdp_cpu_offload else process.device
     # Without values, which come after sharding: no process ever holds the whole model.
     model = _build_blank(kind, model_config, options)
+    # Before adapters and sharding change what there is.
+    shape = None if config.ac is None or config.ac.memory_gib is None else _shape_of(model)
     if config.vision is not None:
         attach_vision(model, _processor_files(config.name), config.vision.tower_lr)
     if is_scored and not has_score(model):
         raise ModelError(f"model.name = {config.name}: {type(model).__name__} has no head `score`: not supported")
     weights: Weights
     if config.debug.random_init:
-        # Rank 0 draws the whole model, on the host if there are other ranks.
-        drawn_on = home if process.world_size == 1 else torch.device("cpu")
-        drawn = _draw(kind, model_config, options, drawn_on)
         if is_part and process.is_main:
             name = type(model).__name__
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
-        names = list(model.state_dict())
 
-        weights = Weights(lambda model, stored: spread(model, drawn, names, options["dtype"], stored))
+        def read(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
+            for names, drawn in _draw(kind, model_config, options, process):
+                spread(model, drawn, names, options["dtype"], stored)
+
+        weights = Weights(read)
     else:
         weights = _find_weights(config, model, options["dtype"], process, is_part, adds_embeddings=added > 0)
     compute_buffers(model, float32_names(model, options["dtype"]))
@@ -382,6 +385,8 @@ def setup_model(
     sharing_heads = 1 if mesh.tensor_axis is None else divide_layers(model, mesh.tensor_axis.sharing, process)
     divide_experts(model, mesh, needs_experts=config.ep > 1)
     is_random = has_dropout and bool(dropouts := dropouts_of(config, model_config))
+    if is_random and (fault := ModelDescription(model_config.to_dict()).dropout_fault(config)):
+        raise ModelError(f"model.name = {config.name}: {fault}")
     if is_random and process.is_main:
         get_logger().info(f"Dropout: {', '.join(f'{key} = {value:g}' for key, value in dropouts.items())}")
     # A compiled block would have a graph for every number of sequences: there, each sequence has a row to itself.
@@ -396,7 +401,7 @@ def setup_model(
         if routers.fault is not None:
             raise ModelError(f"model.router_aux_loss_coef: {routers.fault}")
         routers.auxiliary_coef = config.router_aux_loss_coef
-    prepare_blocks(model, config, process.device, is_random, layers, routers)
+    prepare_blocks(model, config, process.device, is_random, layers, routers, shape)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     weights.read(model, quantized)
@@ -633,18 +638,55 @@ def _find_weights(
 
 
 def _draw(
-    kind: Any, model_config: PretrainedConfig, options: dict[str, Any], device: torch.device
-) -> dict[str, Tensor]:
-    """Random weights of the whole model from a fixed seed, drawn on `device`.
+    kind: Any, model_config: PretrainedConfig, options: dict[str, Any], process: Process
+) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+    """Random weights from a fixed seed: the names of one decoder block's at a time, and on rank 0 their values.
 
-    A GPU draws random weights much faster than a host: one core took 9 s for 0.6B parameters.
+    A few families, and models with their own code, set values where they make weights. Of these, rank 0 makes a whole.
     """
-    if dist.get_rank() != 0:
-        return {}
+    device, whole = process.device, _build_blank(kind, model_config, options)
+    state = {name: each for name, each in whole.state_dict().items() if each.is_floating_point()}
+    block_of = {module: number for number, block in enumerate(decoder_blocks(whole), 1) for module in block.modules()}
+    units: dict[int, list[tuple[str, nn.Module]]] = {}
+    for path, module in whole.named_modules():
+        units.setdefault(block_of.get(module, 0), []).append((path, module))
+        module._is_hf_initialized = True  # Transformers leaves it as it is
+    made: dict[str, Tensor] = {}
+    for number, unit in units.items():
+        places: list[tuple[str, dict[str, Any], str]] = [
+            (f"{path}.{name}", held, name)
+            for path, module in unit
+            for held in (cast("dict[str, Any]", module._parameters), module._buffers)
+            for name in held
+            if f"{path}.{name}" in state
+        ]
+        drawn: dict[str, Tensor] = {}
+        if process.is_main:
+            for each, held, name in places:
+                unset = torch.full_like(state[each], torch.nan, device=device)
+                held[name] = nn.Parameter(unset) if isinstance(held[name], nn.Parameter) else unset
+            with _seeded(device, _RANDOM_INIT_SEED + number), torch.no_grad():
+                for _, module in unit:
+                    module._is_hf_initialized = False  # type: ignore[assignment]
+                whole.initialize_weights()
+            drawn = {each: held[name].detach() for each, held, name in places}
+            if missing := [each for each, values in drawn.items() if values.isnan().any()]:
+                with _seeded(device, _RANDOM_INIT_SEED):
+                    made = (
+                        made or _in_one_dtype(kind.from_config(model_config, **options), options["dtype"]).state_dict()
+                    )
+                drawn |= {each: made[each] for each in missing}
+            for _, held, name in places:
+                held[name] = None
+        yield [each for each, _, _ in places], drawn
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from `seed`, on `device` where none is named: a GPU draws much faster than a host."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(_RANDOM_INIT_SEED)
-        whole = kind.from_config(model_config, **options)
-        return dict(_in_one_dtype(whole, options["dtype"]).state_dict())
+        torch.manual_seed(seed)
+        yield
 
 
 def _export_alone(model: PreTrainedModel, process: Process) -> None:
@@ -669,6 +711,12 @@ def _build_blank(kind: Any, model_config: PretrainedConfig, options: dict[str, A
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4's class names its place in another class
     return model
+
+
+def _shape_of(model: PreTrainedModel) -> ModelShape:
+    """What `--estimate` reads from a model's files, for which it needs some of a known format."""
+    tensors = {name: tuple(each.shape) for name, each in model.named_parameters() if not is_of_tower(name)}
+    return ModelShape(with_usual_names(model.config.to_dict()), tensors)
 
 
 def _reward_class(config: ModelConfig, model_config: PretrainedConfig) -> Any:
