@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef
 from prime_rl.orchestrator.rollouts.sampling import eval_sampling_args, train_sampling_args
 from prime_rl.orchestrator.servers.pool import InferencePool
-from prime_rl.utils.images import ImageLimits, ShownImages, image_parts, located_url, read_image
+from prime_rl.utils.images import ImageFault, ImageLimits, ShownImages, image_parts, located_url, read_image
 
 ARGS = train_sampling_args(SamplingConfig(max_tokens=20), 0.7)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -164,6 +165,20 @@ async def test_shown_images_are_kept_up_to_a_number_of_bytes(tmp_path: Path) -> 
     assert digests[:4] == digests[4:]
     assert len(set(digests)) == 4
     assert len(shown._read) < 4
+
+    # Written again alike it is the same image; a tool that draws another one under its name is told.
+    content = Path(files[3]).read_bytes()
+    for changed in (content, Path(files[2]).read_bytes()):
+        await shown.of([asked[3]])
+        Path(files[3]).unlink()
+        Path(files[3]).write_bytes(changed)
+        os.utime(files[3], ns=(1, 1))
+        if changed == content:
+            assert (await shown.of([asked[3]]))[0].digest == digests[3]
+    with pytest.raises(
+        ImageFault, match=r"3\.png: it has changed since it was shown: give each image a name of its own"
+    ):
+        await shown.of([asked[3]])
 
 
 @pytest.mark.parametrize("changed", [{"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from prime_rl.orchestrator.workers.inside.blocking import LoopWatch
 from prime_rl.orchestrator.workers.loading import load_environments
 from prime_rl.orchestrator.workers.port import PortClient, listening, serve_port
 from prime_rl.orchestrator.workers.remote import RemoteWorker, Service, packed, unpacked
-from prime_rl.transport.messages import TrainingSample
+from prime_rl.transport.messages import ImageReference, TrainingSample
 
 EXAMPLE = ExampleRef("letters-env", 1)
 TEMPERATURE = 0.7
@@ -203,6 +204,12 @@ def test_a_rollout_has_the_answers_that_its_environment_kept(
     assert [call.completion_ids for call in calls] == completions
     assert [call.completion_mask for call in calls] == masks
     assert [len(call.prompt_ids) for call in calls] == prompts
+
+
+def test_a_prompt_that_is_cut_is_left_out_if_it_has_images() -> None:
+    (call,) = (replace(each, images=(ImageReference("0", "a.png", 2, 2),)) for each in calls_of(1))
+    turn = {"id": "0", "cut": [2, 0]}  # maybe inside of the image
+    assert not read_rollout({"reward": 1.0, "turns": [turn]}, [("0", call)], EXAMPLE, TEMPERATURE, 0).trace.calls
 
 
 def test_a_prompt_keeps_the_mask_that_an_environment_gave_it() -> None:

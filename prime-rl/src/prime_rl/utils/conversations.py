@@ -525,18 +525,18 @@ def _place_images(messages: list[Message], images: Sequence[Any]) -> None:
     Without places the images come before the text of the first message of the user, as in TRL.
 
     Raises:
-        RowFault: there are not as many places as images.
+        RowFault: there are not as many places as images, as in rows whose images are in a column of another name.
     """
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     own = [part for part in parts if is_image(part)]
     places = [part for part in own if part["image"] is None or isinstance(part["image"], int)]
-    if images and not own:
+    if not own:
         for message in messages:
-            if message["role"] != "assistant" and IMAGE_MARK in message["content"]:
+            if message["role"] != "assistant" and IMAGE_MARK in (message["content"] or ""):
                 message["content"] = _split_at_marks(message["content"])
                 places += filter(is_image, message["content"])
         first = next((each for each in messages if each["role"] == "user"), None)
-        if not places and first is not None:
+        if images and not places and first is not None:
             places = [{"type": "image", "image": None} for _ in images]
             first["content"] = [*places, *_split_at_marks(first["content"])]
     has_numbers = bool(places) and all(isinstance(part["image"], int) for part in places)

@@ -277,7 +277,7 @@ class ShownImages:
         self.limits = limits
         self._fetch = fetch
         self._most_kept, self._most_bytes = most_kept, most_bytes
-        self._read: OrderedDict[Any, asyncio.Task[ShownImage]] = OrderedDict()
+        self._read: OrderedDict[str, _Reading] = OrderedDict()
 
     async def of(self, messages: Any) -> list[ShownImage]:
         """The images of a conversation, in order. Paths are relative to this process's folder.
@@ -296,19 +296,55 @@ class ShownImages:
     async def _one(self, source: Any) -> ShownImage:
         if not isinstance(source, str):
             return await asyncio.to_thread(shown_image, source, Path(), self.limits, self._fetch)
-        if source not in self._read or (self._read[source].done() and self._read[source].exception() is not None):
+        known, state = self._read.get(source), _file_state(source)
+        if known is None or known.state != state or (known.task.done() and known.shown is None):
             reading = asyncio.to_thread(shown_image, source, Path(), self.limits, self._fetch)
-            self._read[source] = asyncio.create_task(reading)
+            digest = None if known is None else known.digest
+            known = self._read[source] = _Reading(state, asyncio.create_task(reading), digest)
         self._read.move_to_end(source)
-        shown = await asyncio.shield(self._read[source])
+        shown = await asyncio.shield(known.task)
         while len(self._read) > self._most_kept or sum(map(self._num_bytes, self._read)) > self._most_bytes:
             self._read.popitem(last=False)
+        if known.first_digest not in (None, shown.digest):
+            raise ImageFault(f"{_shown(source)}: it has changed since it was shown: give each image a name of its own")
         return shown
 
     def _num_bytes(self, source: str) -> int:
-        task = self._read[source]
-        is_read = task.done() and not task.cancelled() and task.exception() is None
-        return len(source) + (len(task.result().url) if is_read else 0)
+        shown = self._read[source].shown
+        return len(source) + (0 if shown is None else len(shown.url))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """An image that is read, or has been."""
+
+    state: tuple[int, ...] | None
+    """Of its file, which tells whether it has been written again."""
+    task: asyncio.Task[ShownImage]
+    first_digest: str | None
+    """Of what the same name was first shown as; None if this is the first time."""
+
+    @property
+    def shown(self) -> ShownImage | None:
+        """None until it has been read, and if it cannot be."""
+        is_read = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.task.result() if is_read else None
+
+    @property
+    def digest(self) -> str | None:
+        """Of what the name has been shown as."""
+        return self.shown.digest if self.first_digest is None and self.shown is not None else self.first_digest
+
+
+def _file_state(source: str) -> tuple[int, ...] | None:
+    """What changes when the file that a source names is written; None if it names none on this machine."""
+    if _scheme(source) in ("data", "s3"):
+        return None
+    try:
+        found = Path(_path_in(source)).stat()
+    except (OSError, ValueError):
+        return None  # reading it says what is wrong
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def content_digest(content: bytes) -> str:

@@ -4,15 +4,19 @@ saw."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import peft
 import pytest
+import tomli_w
 import torch
 import transformers as tf
 from safetensors.torch import load_file
@@ -170,6 +174,52 @@ model.max_model_len = 128
 """
 
 
+def run_command(*words: object) -> str:
+    """Run `medarc_train` with the environments in the folder of its TOML file. Gives back what it printed."""
+    command = [Path(sys.executable).with_name("medarc_train"), *map(str, words)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(str(words[1])).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def parity(printed: str) -> float:
+    (line,) = (line for line in printed.splitlines() if "Parity" in line)
+    differing = re.search(r"differ by (\S+)", line)
+    assert differing is not None, line
+    return float(differing[1])
+
+
+def batch_of(paths: RunPaths, step: int, image_id: int) -> TrainingBatch:
+    """A batch without the samples in which the policy itself wrote the token of images, which Transformers refuses."""
+    batch = msgspec.msgpack.decode(paths.orchestrator.batch(step).read_bytes(), type=TrainingBatch)
+
+    def has_written_it(sample: TrainingSample) -> bool:
+        sampled = np.array(sample.inference_logprobs) != 0  # an environment's tokens have none
+        return image_id in np.array(sample.completion_ids)[sampled]
+
+    kept = [sample for sample in batch.examples if not has_written_it(sample)]
+    assert kept
+    return msgspec.structs.replace(batch, examples=kept)
+
+
+def difference(directory: Path, batch: TrainingBatch, sample: TrainingSample, adapter: Path | None = None) -> float:
+    """The largest difference of a sample's log-probabilities from those of Transformers' class with these weights."""
+    shown = {each.digest: read_image(each.source, Path(), ImageLimits(), None, each.digest) for each in batch.images}
+    processor = tf.AutoImageProcessor.from_pretrained(directory, backend="pil")
+    model = tf.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    is_image = ids == model.config.image_token_id
+    made = processor([shown[each] for each in sample.images or ()])
+    images = {name: torch.tensor(np.asarray(made[name])) for name in ("pixel_values", "image_grid_thw")}
+    logits = model(input_ids=ids, mm_token_type_ids=is_image.int(), **images).logits[0, len(sample.prompt_ids) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+    differing = (logprobs - torch.tensor(sample.inference_logprobs)).abs()
+    return float(differing[torch.tensor(sample.completion_mask)].max())
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_run_trains_the_tower_and_its_engine_samples_from_each_version(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -180,37 +230,89 @@ def test_a_run_trains_the_tower_and_its_engine_samples_from_each_version(tiny_mo
     (data / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rl.toml").write_text(RUN.replace("DATA", str(data / "rl.jsonl")))
     paths = RunPaths(tmp_path / "run")
-    command = [Path(sys.executable).with_name("medarc_train"), "rl", tmp_path / "rl.toml", "--model.name", start]
-    done = subprocess.run([*command, "--output-dir", paths.root], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (parity,) = (line for line in done.stdout.splitlines() if "Parity" in line)
-    differing = re.search(r"differ by (\S+)", parity)
-    assert differing is not None, parity
-    assert float(differing[1]) < 1e-4
+    printed = run_command("rl", tmp_path / "rl.toml", "--model.name", start, "--output-dir", paths.root)
+    assert parity(printed) < 1e-4
     records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     rewards = [record["reward/mean"] for record in records if record["source"] == "orchestrator"]
     assert len(rewards) == 3
     assert all(0 < each < 1 for each in rewards)
 
     # The answers of the last step are those of Transformers' own class, with the weights and the tower of a version.
-    batch = msgspec.msgpack.decode(paths.orchestrator.batch(2).read_bytes(), type=TrainingBatch)
-    shown = {each.digest: read_image(each.source, Path(), ImageLimits(), None, each.digest) for each in batch.images}
-    processor = tf.AutoImageProcessor.from_pretrained(start, backend="pil")
-
-    def difference(directory: Path, sample: TrainingSample) -> float:
-        model = tf.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
-        ids = torch.tensor([sample.prompt_ids])
-        is_image = ids == model.config.image_token_id
-        made = processor([shown[each] for each in sample.images or ()])
-        images = {name: torch.tensor(np.asarray(made[name])) for name in ("pixel_values", "image_grid_thw")}
-        logits = model(input_ids=ids, mm_token_type_ids=is_image.int(), **images).logits
-        logprob = logits[0, -1].log_softmax(-1)[sample.completion_ids[0]]
-        return abs(logprob.item() - sample.inference_logprobs[0])
-
+    batch = batch_of(paths, 2, json.loads((start / "config.json").read_text())["image_token_id"])
     for sample in batch.examples:
         assert sample.version in (1, 2)
-        assert difference(paths.weight(sample.version), sample) < 1e-4
-    assert max(difference(start, sample) for sample in batch.examples) > 1e-3
+        assert difference(paths.weight(sample.version), batch, sample) < 1e-4
+    assert max(difference(start, batch, sample) for sample in batch.examples) > 1e-3
     before, after = (load_file(each / "model.safetensors") for each in (start, paths.weight(2)))
     moved = {name for name, each in before.items() if ".visual." in name and not torch.equal(each, after[name])}
     assert len(moved) > 20, "the tower has been trained"
+
+
+SLIDES = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def asked(path):
+    image = {"type": "image_url", "image_url": {"url": path}}
+    return [{"role": "user", "content": [image, {"type": "text", "text": "?"}]}]
+
+
+def different_letters(completion):
+    said = "".join(message["content"] for message in completion if message["role"] == "assistant")
+    return len(set(said)) / 10
+
+
+class Slides(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return asked(state["info"]["next"])
+
+
+def load_environment(folder):
+    files = [f"{folder}/{number % 4}.png" for number in range(9)]
+    rows = [{"prompt": asked(first), "info": {"next": then}} for first, then in zip(files, files[1:])]
+    return Slides(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[different_letters]), max_turns=2)
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_rl_continues_the_adapter_of_sft_on_images_that_come_in_turns(tiny_model_dir: Path, tmp_path: Path) -> None:
+    start, data, sft, paths = (tmp_path / each for each in ("start", "data", "sft", "run"))
+    save_checkpoint("qwen3_vl", start, tiny_model_dir)
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+    weights = {"save_adapter_separately": True, "dtype": "float32"}
+    of_sft: dict[str, Any] = {
+        "device": "cpu",
+        "max_steps": 2,
+        "model": {"name": str(start), "attn": "sdpa", "vision": {}, "lora": lora},
+        "data": {"name": str(save_rows(data)), "seq_len": 160, "batch_size": 2},
+        "optim": {"lr": 1e-2},
+        "ckpt": {"weights": weights},
+    }
+    (tmp_path / "sft.toml").write_text(tomli_w.dumps(of_sft))
+    run_command("sft", tmp_path / "sft.toml", "--output-dir", sft)
+
+    (tmp_path / "slides.py").write_text(SLIDES)
+    of_rl = tomllib.loads(RUN)
+    of_rl |= {"model": {"name": str(start), "vision": {}}, "max_steps": 2, "max_async_level": 0}
+    of_rl["orchestrator"]["env"] = [{"id": "slides", "args": {"folder": str(data)}}]
+    of_rl["trainer"]["model"]["lora"] = {**lora, "path": str(sft)}
+    of_rl["trainer"]["ckpt"]["weights"] = weights
+    (tmp_path / "rl.toml").write_text(tomli_w.dumps(of_rl))
+    assert parity(run_command("rl", tmp_path / "rl.toml", "--output-dir", paths)) < 1e-4
+
+    # Each turn shows another image, and PEFT has the log-probabilities of both, with the adapter that SFT began.
+    run, image_id = RunPaths(paths), json.loads((start / "config.json").read_text())["image_token_id"]
+    adapter, sft_adapter = (each.weight(at) / "lora_adapters" for each, at in ((run, 1), (RunPaths(sft), 2)))
+    batch = batch_of(run, 1, image_id)
+    of_two = [sample for sample in batch.examples if len(sample.images or ()) == 2]
+    assert of_two
+    for sample in of_two:
+        assert difference(start, batch, sample, adapter) < 1e-4
+        assert difference(start, batch, sample) > 1e-3
+    learned, begun = (load_file(each / "adapter_model.safetensors") for each in (adapter, sft_adapter))
+    moved = [(each - learned[name]).abs().max() for name, each in begun.items() if "lora_B" in name]
+    assert 0 < max(moved) < 0.005 < max(each.abs().max() for name, each in begun.items() if "lora_B" in name)
+    before, after = (load_file(each / "model.safetensors") for each in (start, run.weight(2)))
+    assert all(torch.equal(each, after[name]) for name, each in before.items() if ".visual." in name)

@@ -143,7 +143,6 @@ def text(said: str) -> dict[str, str]:
          [text("is "), IMAGE, text(" as "), OTHER, text("?")]),
         # No image: text as ever, and a mark without an image is text.
         ([text("q"), text("r")], {"images": [None]}, "q\nr"),
-        ("<image> tags", {}, "<image> tags"),
     ],
 )  # fmt: skip
 def test_images_of_every_format(content: Any, columns: dict[str, Any], expected: Any) -> None:
@@ -158,6 +157,7 @@ def test_images_of_every_format(content: Any, columns: dict[str, Any], expected:
         ({"messages": CHAT, "images": ["a", "b"]} | {"messages": [{**ASKED, "content": [PLACE]}, ANSWERED]},
          "the messages have places for 1 images, and the row has 2"),
         ({"messages": [{**ASKED, "content": [PLACE]}, ANSWERED]}, "places for 1 images, and the row has 0"),
+        ({"messages": [{**ASKED, "content": "<image> q"}, ANSWERED]}, "places for 1 images, and the row has 0"),
         ({"messages": [{**ASKED, "content": [IMAGE]}, ANSWERED], "images": ["b"]}, "for 0 images, and the row has 1"),
         ({"messages": [ASKED, {"role": "assistant", "content": [IMAGE]}]}, "message 2: an answer .* has an image"),
         ({"messages": [{**ASKED, "content": [{"type": "audio"}]}]}, "message 1: a part of type 'audio'"),

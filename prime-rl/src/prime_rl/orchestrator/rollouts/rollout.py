@@ -267,7 +267,8 @@ def _as_kept(call: ModelCall, turn: Mapping[str, Any]) -> ModelCall | None:
     if masks == [None, None] and cut == [len(call.prompt), len(call.completion_ids)]:
         return call
     prompt, count = call.prompt, cut[1]
-    if cut == [0, 0]:
+    # Of a prompt that is cut, nothing is trained. The cut may be inside of an image, which trainers refuse.
+    if cut == [0, 0] or (call.images and cut[0] < len(call.prompt)):
         return None
     routes = call.routed_experts
     if cut[0] < len(prompt):
