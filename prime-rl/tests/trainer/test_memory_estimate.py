@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers as tf
+from torch.profiler import ProfilerActivity, profile
 
-from prime_rl.checks.memory.training import BLOCK_QUERIES, BLOCK_SCORES
+from prime_rl.checks.memory.training import BLOCK_QUERIES, BLOCK_SCORES, tower_activations
+from prime_rl.checks.model_description import VISION_FAMILIES
 from prime_rl.trainer.model import layouts
 from prime_rl.trainer.process.mesh import Mesh
 
@@ -31,6 +38,13 @@ GEMMA3 = LLAMA | {
 BLOCKS = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 256}
 WIDE = TINY | {"vocab_size": 16000}
 HEAD = {"rank": 8, "target_modules": ["q_proj", "lm_head"]}
+FAMILY_TEXT = {
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
 FLOAT32 = {"compute_dtype": "float32"}
 HALF = BLOCKS | {"num_hidden_layers": 6}
 BUDGET = {"memory_gib": 0.06}
@@ -68,3 +82,52 @@ def test_the_estimated_peak_of_a_step_is_the_measured_one(case: Case, mesh: Mesh
 
 def test_the_estimate_knows_the_limits_of_a_block() -> None:
     assert (BLOCK_QUERIES, BLOCK_SCORES) == (layouts._MOST_QUERIES, layouts._LONG_SCORES)
+
+
+def peak_bytes(compute: Callable[[], object]) -> int:
+    """Most bytes that PyTorch's allocator for CPUs has given out at one time, beyond those before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = compute()
+    events = (each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]")
+    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    del kept
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize("widths", [(64, 160, 4), (128, 512, 6)], ids=str)
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_the_estimated_activations_of_a_tower_are_the_measured_ones(family: str, widths: tuple[int, int, int]) -> None:
+    hidden, inner, layers = widths
+    tower: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": inner}
+    text = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 160, "pad_token_id": 0}
+    if family.startswith("qwen"):
+        tower |= {"depth": layers, "num_heads": 4, "out_hidden_size": 64}
+        tower |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0, 1]}
+    else:
+        tower |= {"num_hidden_layers": layers, "num_attention_heads": 4, "image_size": 224, "patch_size": 14}
+    config = tf.AutoConfig.for_model(
+        family, text_config=text | {"model_type": FAMILY_TEXT[family]}, vision_config=tower
+    )
+    if family == "gemma3":
+        config.mm_tokens_per_image = 16
+    model = tf.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").base_model
+    patches, ones = 1024, torch.ones(1, 4, 224, 224, dtype=torch.long)
+    patch = 3 * 2 * config.vision_config.patch_size**2
+    given, tokens = {
+        "gemma3": ({"pixel_values": torch.randn(4, 3, 224, 224)}, 64),
+        "idefics3": ({"pixel_values": torch.randn(1, 4, 3, 224, 224), "pixel_attention_mask": ones}, 256),
+        "smolvlm": ({"pixel_values": torch.randn(1, 4, 3, 224, 224), "pixel_attention_mask": ones}, 256),
+    }.get(
+        family, ({"pixel_values": torch.randn(patches, patch), "image_grid_thw": torch.tensor([[1, 16, 16]] * 4)}, 256)
+    )
+    stated = config.to_dict() | ({} if family.startswith(("qwen", "gemma")) else {"scale_factor": 2})
+
+    def features() -> object:
+        return model.get_image_features(**given, return_dict=True)
+
+    trained = peak_bytes(features)
+    with torch.no_grad():
+        frozen = peak_bytes(features)
+    for measured, is_trained in ((trained, True), (frozen, False)):
+        estimated = tower_activations(stated, tokens, 4, is_trained=is_trained)
+        assert estimated == pytest.approx(measured, rel=0.1), (is_trained, measured / estimated)

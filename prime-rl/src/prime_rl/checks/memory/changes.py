@@ -406,6 +406,7 @@ LABELS = {
     "critic": "critic",
     "teacher": "teacher",
     "tower": "vision tower",
+    "images": "images in it, at most",
     "working": "step and CUDA graphs",
     "cache": "key-value cache",
     "copy": "copy for a checkpoint",

@@ -19,6 +19,7 @@ from prime_rl.checks.memory.training import (
     BYTES,
     STATES,
     Device,
+    Parts,
     Training,
     copied_state,
     host_memory,
@@ -26,6 +27,7 @@ from prime_rl.checks.memory.training import (
     memory_beside,
     peak_memory,
     resident_memory,
+    tower_activations,
 )
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
@@ -329,13 +331,9 @@ def estimate_sft(
     if config.distillation is not None:  # frozen, in the compute dtype
         size = frozen[config.distillation.teacher].parameters
         beside = {"teacher": size * training.compute_bytes // training.shards}
-    if config.model.vision is not None:
-        # All of it is gathered in each process while a row is computed. A trained one has gradients and states.
-        copies = 1 if config.model.vision.tower_lr is None else 2 + STATES[config.optim.type]
-        shards = copies * shape.tower * training.master_bytes // training.shards
-        beside = {"tower": shards + shape.tower * training.compute_bytes}
+    beside |= _tower(training)
     trainer = _trainer([training], room, config.ckpt, beside)
-    trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config)])
+    trainer = replace(trainer, notes=[*trainer.notes, *_reference_notes(config), *_vision_notes(config.model)])
     disk = forecast_disk(config, config.output_dir, _size(shape))
     return Estimate([trainer, *engines], gpu, device, disk, nodes)
 
@@ -352,10 +350,27 @@ def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
     return row_tokens if computes_all else -(-row_tokens // model.cp)
 
 
-def _vision_notes(config: SFTConfig) -> list[str]:
-    if config.model.vision is None:
+def _tower(training: Training) -> Parts:
+    """The weights of the vision tower, and what it computes of a row of image tokens alone."""
+    vision, tower = training.model.vision, training.shape.tower
+    if vision is None or "vision_config" not in training.shape.whole:
+        return {}
+    # All of it is gathered in each process while a row is computed. A trained one has gradients and states.
+    is_trained = vision.tower_lr is not None
+    copies = 2 + STATES[training.optimizer] if is_trained else 1
+    weights = copies * tower * training.master_bytes // training.shards + tower * training.compute_bytes
+    size = training.compute_bytes
+    images = tower_activations(training.shape.whole, training.row_tokens, size, is_trained=is_trained)
+    if not is_trained:  # it has ended when the language model begins, whose parts are larger or smaller
+        peak = peak_memory(training)
+        images = max(0, images - peak["activations"] - peak["logits"])
+    return {"tower": weights, "images": images}
+
+
+def _vision_notes(model: ModelConfig) -> list[str]:
+    if model.vision is None:
         return []
-    return ["images: the activations of the vision tower, which depend on the images of a row, are not counted"]
+    return ["images: as if all tokens of a row were those of images; with text among them, the tower needs less"]
 
 
 def _reference_notes(config: SFTConfig) -> list[str]:
@@ -415,7 +430,8 @@ def estimate_rl(
     of_copy = training.stored(shapes[0].parameters, shapes[0].blocks, training.compute_bytes) // training.shards
     reference = {"reference": of_copy} if copied else {}
     leaves_gpu = trainer.offload_while_sampling
-    component = _trainer(trained, room, trainer.ckpt, reference, leaves_gpu=leaves_gpu)
+    component = _trainer(trained, room, trainer.ckpt, reference | _tower(training), leaves_gpu=leaves_gpu)
+    component = replace(component, notes=[*component.notes, *_vision_notes(trainer.model)])
     components = [component]
     if config.inference is not None:
         rollouts = config.orchestrator
@@ -468,7 +484,8 @@ def _trainer(
     own[CRITIC] = sum(memory_beside(training, each) for each in critic)
     moved = 0 if on_cpu else sum(map(host_memory, trained)) + copied
     if leaves_gpu and not on_cpu:
-        moved += sum((more or {}).values())  # the reference's copy
+        # The reference's copy, and the tower.
+        moved += sum(size for name, size in (more or {}).items() if name != "images")
         moved += sum(each.weights + each.states - host_memory(each) for each in trained)
     notes = [f"host memory: {moved / 2**30:.1f} GiB for each process of the trainer"] if moved else []
     without = "" if on_cpu else ", without CUDA's own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -264,6 +264,8 @@ class ModelShape:
     """Number of parameters of a checkpoint beside its language model."""
     packed: QuantizationConfig | None = None
     """How the files hold weights, if they do so in 4 bits."""
+    whole: Mapping[str, Any] = field(default_factory=dict)
+    """The config of the checkpoint, with those of its parts."""
 
     @classmethod
     def of(cls, name: str, num_layers: int | None = None) -> ModelShape:
@@ -288,7 +290,7 @@ class ModelShape:
         if num_layers is not None:
             config = {**config, "num_hidden_layers": min(num_layers, config["num_hidden_layers"])}
             tensors = {key: shape for key, shape in tensors.items() if _layer_of(key) < num_layers}
-        return cls(config, tensors, count(shapes) - count(held), ModelDescription(config).packed)
+        return cls(config, tensors, count(shapes) - count(held), ModelDescription(config).packed, stated)
 
     @cached_property
     def tells_packed(self) -> bool:

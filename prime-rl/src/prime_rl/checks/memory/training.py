@@ -6,11 +6,11 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from prime_rl.checks.disk import PackedShape
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
@@ -656,3 +656,68 @@ def adapter_parameters(block: Tensors, lora: LoRAConfig, place: str) -> int:
 def _is_saved(lora: LoRAConfig, name: str) -> bool:
     only_saved = LoRAConfig.model_construct(target_modules=lora.modules_to_save, modules_to_save=[])
     return is_target(only_saved, name.rpartition(".")[0])
+
+
+# The vision tower, for a row of image tokens alone: rows with text need less.
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """Memory of a family's tower, in values of the compute dtype: of each patch, `hidden` and `inner` times its
+    widths. Fitted to what PyTorch's allocator gives out (`tests/trainer/test_memory_estimate.py`)."""
+
+    layer: tuple[float, float]
+    """Kept of each layer for its gradient, besides a value for each head."""
+    joined: float
+    """Kept of what joins the tower to the language model, in hidden widths."""
+    attention: float
+    """At the peak of a frozen tower, in hidden widths, while a layer attends."""
+    mlp: tuple[float, float]
+    """The same, in its dense layer."""
+    defaults: Mapping[str, int]
+    """What Transformers takes for keys that a checkpoint leaves out."""
+
+
+_SIGLIP = {"num_hidden_layers": 12, "intermediate_size": 3072, "image_size": 224}
+_TILES = _Tower((8, 2), 4, 8, (4, 2), {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32})
+_TOWERS: Mapping[str, _Tower] = {
+    "gemma3": _Tower(
+        (8, 2), 6.5, 8, (4, 2), {**_SIGLIP, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+    ),
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
+    "qwen2_5_vl": _Tower(
+        (13, 4), 6, 10.5, (3.5, 3), {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
+    ),
+    "qwen3_vl": _Tower(
+        (11, 2), 11.5, 12, (5.5, 2), {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+    ),
+}
+
+
+def tower_activations(config: Mapping[str, Any], image_tokens: int, size: int, *, is_trained: bool) -> int:
+    """Bytes of the activations of a checkpoint's vision tower for images of so many tokens, in values of `size` bytes.
+
+    Those of a trained tower are kept until its gradient. A frozen one frees each layer's, before the language model
+    runs.
+    """
+    family = _TOWERS[config["model_type"]]
+    vision = {**family.defaults, **config["vision_config"]}
+    hidden, inner = vision["hidden_size"], vision["intermediate_size"]
+    layers = vision.get("depth") or vision["num_hidden_layers"]
+    heads = vision.get("num_heads") or vision["num_attention_heads"]
+    beside = 0
+    if "depth" in vision:
+        patches = image_tokens * vision.get("spatial_merge_size", 2) ** 2
+    elif config["model_type"] == "gemma3":
+        of_image = (vision["image_size"] // vision["patch_size"]) ** 2
+        patches = -(-image_tokens // config.get("mm_tokens_per_image", 256)) * of_image
+    else:
+        patches = image_tokens * config.get("scale_factor", 2) ** 2
+        # Tiles that are padding are left out of a copy of the pixels, by a mask in whole numbers.
+        beside = 3 * vision["patch_size"] ** 2 * size + 8 * vision["patch_size"] ** 2
+    of_layer = family.layer[0] * hidden + family.layer[1] * inner + heads
+    if is_trained:
+        return int(patches * (size * (layers * of_layer + family.joined * hidden) + beside))
+    of_mlp = family.mlp[0] * hidden + family.mlp[1] * inner
+    return int(patches * (size * max(family.attention * hidden, of_mlp) + beside))
