@@ -128,6 +128,12 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
             "quantization stores weights that are not trained: set [model.lora]",
         ),
         (TrainerConfig, "model.lora.init=loftq", "lora.init = 'loftq' makes up for quantization"),
+        (TrainerConfig, "model.lora.init=pissa model.lora.use-dora", "init = 'pissa' with use_dora"),
+        (
+            TrainerConfig,
+            "model.lora.init=pissa model.quantization.type=nf4",
+            "lora.init = 'pissa' needs the weights as numbers: set lora.init = 'loftq'",
+        ),
         (TrainerConfig, "model.quantization.type=nf4 model.lora model.tp=2", "does not go with tp (2)"),
         (
             TrainerConfig,

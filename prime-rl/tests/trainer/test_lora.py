@@ -37,6 +37,7 @@ from prime_rl.configs.trainer import (
     LoRAConfig,
     ModelConfig,
     OptimizerConfig,
+    SGDConfig,
     TokenizerConfig,
     WeightCheckpointConfig,
 )
@@ -184,6 +185,49 @@ def test_loss_and_gradients_are_those_of_peft(
                     torch.testing.assert_close(own.grad.full_tensor(), other, rtol=1e-4, atol=1e-7)
                     compared += 1
     assert compared == 2 * 7 * (3 if lora.get("use_dora") else 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param({}, {"lora_alpha": 8}, id="plain"),
+        pytest.param(
+            {"use_rslora": True, "rank_pattern": {"v_proj": 2, "o_proj": 3}},
+            {"lora_alpha": 8, "use_rslora": True, "rank_pattern": {"v_proj": 2, "o_proj": 3}},
+            id="rslora-by-pattern",
+        ),
+    ],
+)
+def test_pissa_trains_and_exports_what_peft_s_does(
+    tiny_model_dir: Path, mesh: Mesh, tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """PEFT trains beside a residual. Ours stays beside the weights of the hub, which its exports fit."""
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    model = setup_model(config_of(tiny_model_dir, {"init": "pissa", "target_modules": targets, **ours}), mesh)
+    plain = setup_model(ModelConfig(name=str(tiny_model_dir), attn="sdpa"), mesh)
+    assert torch.equal(logits_of(model), logits_of(plain)), "it starts as the model"
+    own = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa")
+    reference = peft.get_peft_model(
+        own, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights="pissa", **theirs)
+    )
+    optimizer = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
+    for _ in range(3):
+        loss_of(reference(TOKENS[None]).logits[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(model, config=SGDConfig(lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0))
+    with torch.no_grad():
+        logits = reference(TOKENS[None]).logits[0]
+    assert (logits - logits_of(plain)).abs().max() > 0.1
+    torch.testing.assert_close(logits_of(model), logits, rtol=1e-4, atol=1e-5)
+    for is_served in (False, True):
+        save_adapter(gather_adapter(model, torch.float32, is_served=is_served), tmp_path / str(is_served))
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa")
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / str(is_served))
+        torch.testing.assert_close(loaded(TOKENS[None]).logits[0], logits, rtol=1e-4, atol=1e-5)
+    merged = reference.merge_and_unload().state_dict()
+    for name, weight in gather_weights(model, torch.float32).items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-4, atol=1e-5)
 
 
 def test_an_untrained_adapter_changes_nothing_and_its_initialization_is_fixed(tiny_model_dir: Path, mesh: Mesh) -> None:

@@ -68,9 +68,16 @@ def test_sft_learns_and_exports_merged_weights_and_the_adapter(base: dict[str, A
         torch.testing.assert_close(merged(tokens).logits, loaded(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, in_background: bool) -> None:
-    base["model"]["lora"] |= {"dropout": 0.2, **(EXTRAS if in_background else {})}
+PISSA = {"init": "pissa", "use_rslora": True, "rank_pattern": {"q_proj": 3}}
+
+
+@pytest.mark.parametrize(
+    ("extras", "in_background"), [({}, False), (EXTRAS, True), (PISSA, False)], ids=["plain", "extras", "pissa"]
+)
+def test_a_resumed_run_is_bit_identical(
+    base: dict[str, Any], tmp_path: Path, extras: dict[str, Any], in_background: bool
+) -> None:
+    base["model"]["lora"] |= {"dropout": 0.2, **extras}
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     run_sft(base, straight)
     run_sft(base, halves, max_steps=3, ckpt={"async_save": in_background})
@@ -130,10 +137,14 @@ def test_the_best_step_is_kept(base: dict[str, Any], tmp_path: Path) -> None:
     assert best in stable_steps(RunPaths(out).checkpoints)
 
 
+@pytest.mark.parametrize("extras", [EXTRAS, PISSA], ids=["extras", "pissa"])
 def test_two_processes_train_like_one_and_resume_bit_identically(
-    base: dict[str, Any], tmp_path: Path, assert_two_processes_train_like_one: Callable[[SFTConfig], None]
+    base: dict[str, Any],
+    tmp_path: Path,
+    assert_two_processes_train_like_one: Callable[[SFTConfig], None],
+    extras: dict[str, Any],
 ) -> None:
-    base["model"]["lora"] |= EXTRAS
+    base["model"]["lora"] |= extras
     config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
     assert_two_processes_train_like_one(SFTConfig(**{**config, "output_dir": tmp_path}))
 

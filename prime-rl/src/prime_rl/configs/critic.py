@@ -80,8 +80,9 @@ def follow_policy(critic: CriticConfig, trainer: TrainerConfig) -> None:
 
 def critic_faults(trainer: TrainerConfig, critic: CriticConfig) -> Iterator[str]:
     """Settings of the trainer that a critic excludes."""
-    if critic.lora is not None and critic.lora.init == "loftq" and trainer.model.quantization is None:
-        yield "critic.lora.init = 'loftq' makes up for quantization: set model.quantization, or remove it"
+    is_quantized = trainer.model.quantization is not None
+    if critic.lora is not None and (fault := critic.lora.start_fault(is_quantized)) is not None:
+        yield f"critic.{fault}"
     loss = trainer.loss
     if loss.type != "custom" and loss.sft_coef > 0:
         yield "loss.sft_coef tells good rollouts by their advantage, and those of [critic] are of tokens: set it to 0"

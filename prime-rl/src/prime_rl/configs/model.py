@@ -93,9 +93,10 @@ class LoRAConfig(BaseConfig):
     alpha: float = Field(32.0, ge=0)
     """The adapter's output is scaled by alpha / rank."""
 
-    init: Literal["default", "loftq"] = "default"
-    """Start of a new adapter. `default`: A is random and B zero. `loftq`: the product that is nearest to what
-    `model.quantization` takes from the weight."""
+    init: Literal["default", "pissa", "loftq"] = "default"
+    """Start of a new adapter. `default`: A is random and B zero. `pissa`: the product that is nearest to the weight, in
+    whose place it is trained. `loftq`: the product that is nearest to what `model.quantization` takes from the
+    weight."""
 
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA), so that a higher rank does not learn more slowly."""
@@ -149,19 +150,35 @@ class LoRAConfig(BaseConfig):
         return self.alpha_of(path) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
+    def ranks_per_export(self) -> int:
+        """How many times its rank an exported adapter has: that of PiSSA subtracts its start."""
+        return 2 if self.init == "pissa" else 1
+
+    @property
     def largest_rank(self) -> int:
-        return max([self.rank, *self.rank_pattern.values()])
+        """The largest rank in an exported adapter."""
+        return max([self.rank, *self.rank_pattern.values()]) * self.ranks_per_export
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults(self._faults())
         return self
 
+    def start_fault(self, is_quantized: bool) -> str | None:
+        """Why the start does not go with weights that are quantized or not."""
+        if self.init == "loftq" and not is_quantized:
+            return "lora.init = 'loftq' makes up for quantization: set model.quantization = \"nf4\", or remove it"
+        if self.init == "pissa" and is_quantized:
+            return "lora.init = 'pissa' needs the weights as numbers: set lora.init = 'loftq', or remove quantization"
+        return None
+
     def _faults(self) -> Iterator[str]:
         if self.init != "default" and self.path is not None:
             yield f"init = {self.init!r} starts a new adapter, and path continues one: remove one"
-        if self.init == "loftq" and 0 in (self.alpha, *self.alpha_pattern.values()):
-            yield "init = 'loftq' with an alpha of 0, which no product reaches: raise it"
+        if self.init != "default" and 0 in (self.alpha, *self.alpha_pattern.values()):
+            yield f"init = {self.init!r} with an alpha of 0, which no product reaches: raise it"
+        if self.init == "pissa" and self.use_dora:
+            yield "init = 'pissa' with use_dora, whose lengths are those of the whole rows: remove one"
         if not self.target_modules:
             yield "target_modules is empty: name at least one module to adapt"
         for key in ("target_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
@@ -372,8 +389,8 @@ class ModelConfig(BaseModelConfig):
             yield f"tp ({self.tp}) with lora.use_dora, which needs whole rows of each layer: remove one"
         if self.vision is not None:
             yield from (f"[vision] {fault}" for fault in self._vision_faults())
-        if self.quantization is None and self.lora is not None and self.lora.init == "loftq":
-            yield "lora.init = 'loftq' makes up for quantization: set quantization = \"nf4\", or remove it"
+        if self.lora is not None and (fault := self.lora.start_fault(self.quantization is not None)) is not None:
+            yield fault
         if self.quantization is not None:
             yield from (f"quantization {fault}, or remove quantization" for fault in self.quantization_faults())
         if self.ep > 1 and self.ep % self.tp:

@@ -332,7 +332,10 @@ class Training:
         """This process's shard of the weights, in bytes. Frozen weights are stored in the compute dtype."""
         if self.model.lora is None:
             return self.shape.parameters * self.master_bytes // self.shards
-        frozen = self.stored(self.shape.parameters, self.shape.blocks, min(self.master_bytes, self.compute_bytes))
+        size = min(self.master_bytes, self.compute_bytes)
+        frozen = self.stored(self.shape.parameters, self.shape.blocks, size)
+        # PiSSA also keeps where its adapters started.
+        frozen += (self.model.lora.ranks_per_export - 1) * sum(self.adapter_parameters) * size
         return (frozen + self.trained * self.master_bytes) // self.shards
 
     def stored(self, parameters: int, blocks: Iterable[Tensors], size: int) -> int:

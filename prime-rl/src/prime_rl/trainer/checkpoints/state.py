@@ -1,6 +1,7 @@
 """The state of a training run that a checkpoint holds, its saved parts, and what a resumed run has restored.
 
-Frozen weights are left out: they come with the model, and a resumed run must have the same ones.
+Frozen weights are left out: they come with the model, and a resumed run must have the same ones. PiSSA's starts are
+kept: other machines would find slightly different ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from prime_rl.run.early_stop import History
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object, random_state, rank_file
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.lora import LowRank
+from prime_rl.trainer.model.lora import LowRank, is_start
 from prime_rl.trainer.optim.scheduler import continue_schedule
 from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
@@ -37,7 +38,7 @@ _DIGEST_RANGE = 2**40
 def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """`model_state` without the frozen weights, which come with the model."""
     weights = model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, weight in weights if not weight.requires_grad}
+    frozen = {name for name, weight in weights if not (weight.requires_grad or is_start(name))}
     return {name: value for name, value in model_state.items() if name not in frozen}
 
 
@@ -47,7 +48,8 @@ def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
     It depends neither on the number of processes nor on whether the weights are in float32 or bfloat16.
     """
     scales = [module.scale for module in model.modules() if isinstance(module, LowRank)]
-    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    weights = model.named_parameters()
+    frozen = [weight for name, weight in weights if not (weight.requires_grad or is_start(name))]
     total = torch.tensor(sum(map(_sum_of_bits, frozen)) % _DIGEST_RANGE)
     dist.all_reduce(total)
     return {

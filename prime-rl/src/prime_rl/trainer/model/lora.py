@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): `W x + alpha / rank * B A x` with W frozen and A and B trained.
 
-DoRA (Liu et al. 2024) also trains the length of each row of `W + alpha / rank * B A`.
+DoRA (Liu et al. 2024) also trains the length of each row of `W + alpha / rank * B A`. PiSSA (Meng et al. 2024) trains
+the principal part of W: `W x + alpha / rank * (B A - B0 A0) x`, where A and B start at A0 and B0. W stays as it is.
 
 An adapted module keeps its class, weights and parameter names, and gets a submodule `lora`: a `LowRank`, or one per
 projection for stacked experts. FSDP, activation checkpointing and exports therefore work as for the plain model.
@@ -33,6 +34,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
+from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.vision import trainable_modules
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
@@ -203,6 +205,11 @@ def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config:
             f"model.lora.use_dora: {path} is a stack of experts, which have no DoRA; remove {_STACKED_EXPERTS} from "
             "target_modules"
         )
+    if config.init == "pissa":
+        raise ModelError(
+            f"model.lora.init = 'pissa': {path} is a stack of experts, which are not decomposed; remove "
+            f"{_STACKED_EXPERTS} from target_modules"
+        )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in filter(partial(matches, path=path), getattr(config, key)):
             raise ModelError(
@@ -231,7 +238,8 @@ class LowRank(nn.Module):
     """Computes `scale * B A x`, which is zero before training.
 
     A [*stack, rank, in] and B [*stack, out, rank] have the dtype and the device of the adapted weight, and no values
-    before `draw`. `stack` is empty or the number of experts. `magnitude` [out] is DoRA's.
+    before `draw`. `stack` is empty or the number of experts. `magnitude` [out] is DoRA's, the frozen A0 and B0 are
+    PiSSA's.
     """
 
     is_on = True
@@ -245,8 +253,13 @@ class LowRank(nn.Module):
         *stack, _, in_features = weight.shape
         self.config = config
         self.rank, self.alpha, self.scale = config.rank_of(path), config.alpha_of(path), config.scale_of(path)
+        self.exported_rank = self.rank * config.ranks_per_export
         self.A = nn.Parameter(weight.new_empty(*stack, self.rank, in_features))
         self.B = nn.Parameter(weight.new_empty(*stack, out_features, self.rank))
+        self.A0, self.B0 = (
+            nn.Parameter(torch.empty_like(each), requires_grad=False) if config.init == "pissa" else None
+            for each in (self.A, self.B)
+        )
         self.magnitude = nn.Parameter(weight.new_empty(out_features)) if config.use_dora else None
         self.dropout = nn.Dropout(config.dropout)
 
@@ -255,13 +268,20 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def approximate(self, difference: Tensor) -> None:
-        """Start with the product of this rank that is nearest to `difference` [out, in], what quantization took from
-        the weight (LoftQ, Li et al. 2023, with one iteration)."""
+        """Start with the product of this rank that is nearest to `difference` [out, in]: what quantization took from
+        the weight (LoftQ, Li et al. 2023, with one iteration), or the weight itself."""
         u, s, v = torch.linalg.svd(difference, full_matrices=False)
         roots = (s[: self.rank] / self.scale).sqrt()
         a, b = torch.zeros(self.A.shape), torch.zeros(self.B.shape)
         a[: len(roots)] = roots[:, None] * v[: self.rank]
         b[:, : len(roots)] = u[:, : self.rank] * roots
+        self.start = a, b
+
+    def share_start(self, owner: int) -> None:
+        """Start as in process `owner`. Collective."""
+        a, b = self.start or (torch.empty(self.A.shape), torch.empty(self.B.shape))
+        dist.broadcast(a, src=owner)
+        dist.broadcast(b, src=owner)
         self.start = a, b
 
     @torch.no_grad()
@@ -275,6 +295,11 @@ class LowRank(nn.Module):
             torch.zeros(()).expand(self.B.shape),
         )
         self.start = None
+        if self.A0 is not None and self.B0 is not None:
+            put_own(self.A0, a)
+            put_own(self.B0, b)
+            # They may be in the compute dtype. A and B start at the same numbers, so that the model is that of the hub.
+            a, b = a.to(self.A0.dtype), b.to(self.B0.dtype)
         put_own(self.A, a)
         put_own(self.B, b)
         if self.magnitude is not None and layer is not None:
@@ -282,11 +307,15 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        return self.product(x, local(self.A), local(self.B))
+        output = self.product(self.dropout(x), local(self.A), local(self.B))
+        if self.A0 is None or self.B0 is None:
+            return output
+        # The same operations, so that both are equal before training.
+        return output - self.product(x, local(self.A0), local(self.B0))
 
-    def product(self, x: Tensor, a: Tensor, b: Tensor, seed: int | None = None) -> Tensor:
-        """Like `forward`, with the A and B of one expert. `seed` draws the mask of its dropout."""
-        low = nn.functional.linear(self.dropout(x) if seed is None else _seeded_dropout(x, self.dropout.p, seed), a)
+    def product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """`scale * B A x`."""
+        low = nn.functional.linear(x, a)
         return nn.functional.linear(low if self.between is None else self.between(low), b) * self.scale
 
     def adapted(self, output: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -314,8 +343,20 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """The full `weight` that computes what it and the adapter compute, float32 [*stack, out, in]. Collective."""
-        changed = weight.float() + (full_tensor(self.B).float() @ full_tensor(self.A).float()) * self.scale
+        changed = weight.float() + self.exported_B().float() @ self.exported_A().float() * self.scale
         return changed if self.magnitude is None else _stretched(changed, full_tensor(self.magnitude))
+
+    # A and B of an adapter that computes the same on the weight of the hub:
+
+    def exported_A(self) -> Tensor:
+        """[*stack, exported rank, in]. Collective."""
+        a = full_tensor(self.A)
+        return a if self.A0 is None else torch.cat([a, full_tensor(self.A0).to(a)])
+
+    def exported_B(self) -> Tensor:
+        """[*stack, out, exported rank]. Collective."""
+        b = full_tensor(self.B)
+        return b if self.B0 is None else torch.cat([b, -full_tensor(self.B0).to(b)], dim=1)
 
 
 def _row_norms(weight: Tensor) -> Tensor:
@@ -374,12 +415,30 @@ def draw_adapters(model: nn.Module) -> None:
     """Initialize the adapters of a sharded model: first those of linear layers, then those of experts."""
     generator = torch.Generator().manual_seed(_SEED)
     adapted = [module for module in model.modules() if isinstance(getattr(module, "lora", None), nn.Module)]
+    _decompose([module for module in adapted if isinstance(module.lora, LowRank) and module.lora.A0 is not None])
     for module in adapted:
         if isinstance(module.lora, LowRank):
             module.lora.draw(generator, module)
     for module in adapted:
         for part in module.lora.values() if isinstance(module.lora, nn.ModuleDict) else ():
             cast("LowRank", part).draw(generator, None)
+
+
+@torch.no_grad()
+def _decompose(layers: Sequence[nn.Module]) -> None:
+    """Find PiSSA's starts of the adapters of `layers`. Each process decomposes some of the weights. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for first in range(0, len(layers), size):
+        some = layers[first : first + size]
+        own: Tensor | None = None
+        for owner, layer in enumerate(some):
+            whole = full_tensor(cast("Tensor", layer.weight))
+            own = whole if owner == rank else own
+        if own is not None:
+            cast("LowRank", some[rank].lora).approximate(own.float())
+        for owner, layer in enumerate(some):
+            cast("LowRank", layer.lora).share_start(owner)
+        own_beats().tick()
 
 
 @torch.no_grad()
@@ -591,6 +650,11 @@ def log_adapters(model: PreTrainedModel) -> None:
         get_logger().warning(f"LoRA: PEFT does not load {lost} of {name}; exports hold them merged into the weights")
 
 
+def is_start(name: str) -> bool:
+    """Whether the parameter of this name holds where an adapter started: it is frozen, but no weight of the model."""
+    return name.endswith((".lora.A0", ".lora.B0"))
+
+
 def adapter_parameter_names(model: nn.Module) -> set[str]:
     """Names of the adapters' parameters, which are not part of the model's hub format."""
     return {
@@ -707,7 +771,7 @@ def _project(
     if not loras[0].is_on:
         return own
     added = [
-        lora.product(x, a, b, None if seed is None else seed + part)
+        lora.product(lora.dropout(x) if seed is None else _seeded_dropout(x, lora.dropout.p, seed + part), a, b)
         for part, (lora, (a, b)) in enumerate(zip(loras, factors, strict=True))
     ]
     return own + torch.cat(added, dim=-1)
@@ -738,11 +802,16 @@ def gather_adapter(model: PreTrainedModel, dtype: torch.dtype, *, is_served: boo
     if is_served and config["alpha_pattern"] | config["rank_pattern"]:
         adapters = dict(_adapters(model))
         scales = {f"{path}.lora_B.weight": lora.scale for path, lora in adapters.items()}
-        rank = max(lora.rank for lora in adapters.values())
-        ranks = _pattern({named(path): lora.rank for path, lora in adapters.items()}, rank)
+        rank = max(lora.exported_rank for lora in adapters.values())
+        ranks = _pattern({named(path): lora.exported_rank for path, lora in adapters.items()}, rank)
         config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": ranks, "alpha_pattern": ranks}
+    exported = {
+        f"{path}.lora_{factor}.weight": whole
+        for path, lora in _adapters(model)
+        for factor, whole in (("A", lora.exported_A), ("B", lora.exported_B))
+    }
     for name, tensor in _trained_tensors(model):
-        full = full_tensor(tensor)
+        full = exported[name]() if name in exported else full_tensor(tensor)
         if name in scales:
             full = full.float() * scales[name]
         if dist.get_rank() == 0:
@@ -756,21 +825,24 @@ def peft_config(model: PreTrainedModel) -> dict[str, Any]:
     own, named, has_experts = next(iter(adapters.values())).config, _name_in_peft(model), has_adapted_experts(model)
     is_rslora = own.use_rslora and not has_experts
 
+    times = own.ranks_per_export
+
     def alpha_of(alpha: float, rank: int) -> float:
         # PEFT joins the ranks of two stacked projections, and doubles alpha too, which only keeps alpha / rank.
         alpha = alpha * math.sqrt(rank) if own.use_rslora and not is_rslora else alpha
+        alpha *= math.sqrt(times) if is_rslora else times  # the scale stays that of the trained rank
         return int(alpha) if alpha == int(alpha) else alpha
 
-    ranks = {named(path): each.rank for path, each in adapters.items()}
+    ranks = {named(path): each.exported_rank for path, each in adapters.items()}
     alphas = {named(path): alpha_of(each.alpha, each.rank) for path, each in adapters.items()}
     alpha = alpha_of(own.alpha, own.rank)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score(model) else "CAUSAL_LM",
         "base_model_name_or_path": _place(model.config.name_or_path),
-        "r": own.rank,
+        "r": own.rank * times,
         "lora_alpha": alpha,
-        "rank_pattern": _pattern(ranks, own.rank),
+        "rank_pattern": _pattern(ranks, own.rank * times),
         "alpha_pattern": _pattern(alphas, alpha),
         # PEFT does not support dropout for stacked experts, and inference does not need it.
         "lora_dropout": 0.0 if has_experts else own.dropout,

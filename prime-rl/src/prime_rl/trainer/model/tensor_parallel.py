@@ -109,9 +109,11 @@ def _divide_adapter(adapter: LowRank, style: str, tp: DeviceMesh) -> None:
     """Divide the B of a `colwise` layer and the A of a `rowwise` one. Of other styles, inputs and outputs are whole."""
     if style == "colwise":
         adapter.B = divided(adapter.B, 0, tp)
+        adapter.B0 = None if adapter.B0 is None else divided(adapter.B0, 0, tp)
         adapter.between = partial(with_summed_gradient, tp=tp)
     elif style == "rowwise":
         adapter.A = divided(adapter.A, 1, tp)
+        adapter.A0 = None if adapter.A0 is None else divided(adapter.A0, 1, tp)
         adapter.dropout = _DividedDropout(adapter.dropout.p, tp)
         adapter.between = partial(summed, tp=tp)
 
