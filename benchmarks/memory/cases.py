@@ -52,6 +52,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=lambda: BFLOAT16)
     """Keys of the trainer's `[model]`."""
     optimizer: str = "adamw"
+    is_rounded: bool = False
+    """With `optim.stochastic_rounding`."""
     as_on_gpu: bool = True
     """With the operations that a trainer on a GPU runs. False: with our kernels for CPUs."""
 

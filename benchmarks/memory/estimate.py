@@ -87,6 +87,7 @@ def _compared(case: Case, mesh: Mesh, folder: Path) -> Result:
         case.rows if case.kind == "sft" else None,
         "cuda" if case.as_on_gpu else "cpu",
         case.kind == "rl",
+        is_rounded=case.is_rounded,
     )
     estimated = sum(peak_memory(training).values())
     # Gradients count in full on both sides, although some cases have none at their peak.

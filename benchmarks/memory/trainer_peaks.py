@@ -14,18 +14,19 @@ from unittest.mock import patch
 
 import torch
 from cases import Case
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from trainer_step import rl_pass, sft_pass
 from transformers import AttentionInterface
 
-from prime_rl.configs.trainer import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.trainer import ModelConfig, OptimizerConfig
 from prime_rl.trainer.kernels.attention import VARLEN, varlen_attention
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import clip_gradients, local, setup_optimizer
 from prime_rl.trainer.process.mesh import Mesh
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig}
+OPTIMIZER: TypeAdapter[OptimizerConfig] = TypeAdapter(OptimizerConfig)
 BUILD = "prime_rl.trainer.model.build"
 
 
@@ -53,7 +54,8 @@ def measure(case: Case, mesh: Mesh, folder: Path) -> tuple[ModelConfig, Measured
         if case.as_on_gpu and on_cpu:
             stack.enter_context(running_as_on_a_gpu())
         model = setup_model(config, mesh, has_dropout=case.kind == "sft")
-        optimizer = setup_optimizer(OPTIMIZERS[case.optimizer](), model, config.optim_cpu_offload)
+        optim = {"type": case.optimizer} | ({"stochastic_rounding": True} if case.is_rounded else {})
+        optimizer = setup_optimizer(OPTIMIZER.validate_python(optim), model, config.optim_cpu_offload)
         run = _pass(case, config, model, mesh)
 
         def forward_and_backward() -> int:

@@ -127,6 +127,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
             "model.quantization.type=nf4",
             "quantization stores weights that are not trained: set [model.lora]",
         ),
+        (TrainerConfig, "optim.stochastic-rounding", "set model.optimization_dtype = 'bfloat16'"),
         (TrainerConfig, "model.lora.init=loftq", "lora.init = 'loftq' makes up for quantization"),
         (TrainerConfig, "model.lora.init=pissa model.lora.use-dora", "init = 'pissa' with use_dora"),
         (

@@ -137,14 +137,18 @@ def test_the_best_step_is_kept(base: dict[str, Any], tmp_path: Path) -> None:
     assert best in stable_steps(RunPaths(out).checkpoints)
 
 
-@pytest.mark.parametrize("extras", [EXTRAS, PISSA], ids=["extras", "pissa"])
+@pytest.mark.parametrize(
+    ("extras", "optimizer"), [(EXTRAS, "adamw"), (PISSA, "adafactor")], ids=["extras", "pissa-and-adafactor"]
+)
 def test_two_processes_train_like_one_and_resume_bit_identically(
     base: dict[str, Any],
     tmp_path: Path,
     assert_two_processes_train_like_one: Callable[[SFTConfig], None],
     extras: dict[str, Any],
+    optimizer: str,
 ) -> None:
     base["model"]["lora"] |= extras
+    base["optim"]["type"] = optimizer
     config = {**base, "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 2}}
     assert_two_processes_train_like_one(SFTConfig(**{**config, "output_dir": tmp_path}))
 

@@ -48,6 +48,7 @@ FAMILY_TEXT = {
 FLOAT32 = {"compute_dtype": "float32"}
 HALF = BLOCKS | {"num_hidden_layers": 6}
 BUDGET = {"memory_gib": 0.06}
+ROUNDED = FLOAT32 | {"optimization_dtype": "bfloat16"}
 BFLOAT16 = {"compute_dtype": "bfloat16"}
 
 
@@ -69,12 +70,16 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, quantized", BLOCKS, seq_len=128, settings=NF4),
         Case("on a CPU, quantized", BLOCKS, as_on_gpu=False, seq_len=128, settings=NF4),
         Case("as on a GPU, in 8 bits", BLOCKS, seq_len=128, settings=NF4 | {"quantization": "int8"}),
+        Case("as on a GPU, rounded", WIDE, settings=ROUNDED, is_rounded=True),
+        Case("as on a GPU, rounded, 8 bits", WIDE, settings=ROUNDED, optimizer="adamw8bit", is_rounded=True),
+        Case("on a CPU, adafactor", WIDE, as_on_gpu=False, settings=FLOAT32, optimizer="adafactor"),
+        Case("as on a GPU, pissa", BLOCKS, seq_len=128, settings=FLOAT32 | {"lora": {"rank": 64, "init": "pissa"}}),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,
 )
 def test_the_estimated_peak_of_a_step_is_the_measured_one(case: Case, mesh: Mesh) -> None:
-    if "quantization" in case.settings:
+    if "quantization" in case.settings or case.optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     result = compared(case, mesh)
     assert result.estimated == pytest.approx(result.measured, rel=0.1), result.row

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.checks.memory.training import quantized_bytes
 from prime_rl.configs.trainer import (
+    AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
     ConstantSchedulerConfig,
@@ -48,6 +49,7 @@ OPTIMIZERS = [
     pytest.param(AdamWConfig(lr=1e-2, weight_decay=0.1), id="adamw"),
     pytest.param(SGDConfig(lr=1e-2, weight_decay=0.1), id="sgd"),
     pytest.param(MuonConfig(lr=1e-2, weight_decay=0.1), id="muon"),
+    pytest.param(AdafactorConfig(lr=1e-2, weight_decay=0.1), id="adafactor"),
 ]
 EIGHT_BIT = pytest.param(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), id="adamw8bit")
 
@@ -68,7 +70,7 @@ class Net(nn.Module):
 def give_gradients(net: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in net.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def updated(config: OptimizerConfig, schedule: SchedulerConfig | None = None) -> dict[str, Tensor]:
@@ -141,6 +143,71 @@ def test_sgd_follows_its_formula() -> None:
         momentum = gradient if seed == 0 else 0.8 * momentum + gradient
         expected = expected - 1e-2 * (gradient + 0.8 * momentum)
     torch.testing.assert_close(updated(config)["wide.weight"].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_adafactor_is_that_of_pytorch() -> None:
+    config = AdafactorConfig(lr=1e-2, weight_decay=0.1)
+    net = Net()
+    reference = torch.optim.Adafactor(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for seed in range(4):
+        give_gradients(net, seed)
+        reference.step()
+    expected = dict(net.named_parameters())
+    for name, parameter in updated(config).items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-7, rtol=1e-6)
+
+
+ROUNDED = [
+    pytest.param(AdamWConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adamw"),
+    pytest.param(AdamW8bitConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adamw8bit"),
+    pytest.param(AdafactorConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adafactor"),
+]
+
+
+@pytest.mark.parametrize("config", ROUNDED)
+def test_the_mean_of_rounded_updates_is_the_update(config: OptimizerConfig) -> None:
+    """Of 100 updates, each is a fortieth of what the nearest number in bfloat16 is away."""
+    if config.type == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+
+    def moved(config: OptimizerConfig, dtype: torch.dtype) -> Tensor:
+        net = nn.ParameterList([torch.ones(64, 512, dtype=dtype)])
+        optimizer = setup_optimizer(config, net)
+        for _ in range(100):
+            net[0].grad = torch.ones_like(net[0])
+            optimizer.step()
+        return (1 - net[0].detach().float()).flatten()
+
+    rounded, again = (moved(config, torch.bfloat16) for _ in range(2))
+    wanted = moved(config.model_copy(update={"stochastic_rounding": False}), torch.float32)
+    assert torch.equal(rounded, again)
+    assert rounded.std() > 0.1 * wanted.mean(), "each value has its own noise"
+    spread = float(rounded.std()) / math.sqrt(len(rounded))
+    assert abs(float(rounded.mean() - wanted.mean())) < 4 * spread
+    if config.type == "adamw":
+        assert not moved(config.model_copy(update={"stochastic_rounding": False}), torch.bfloat16).any()
+
+
+@pytest.mark.parametrize("config", ROUNDED)
+def test_rounding_continues_bit_by_bit(config: OptimizerConfig) -> None:
+    """From saved states in their own dtypes, also if they are on the host."""
+    if config.type == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    straight, halves = Net().bfloat16(), Net().bfloat16()
+    one, other = setup_optimizer(config, straight), setup_optimizer(config, halves)
+    for seed in range(4):
+        if seed == 2:
+            saved = copy.deepcopy(other.state_dict())
+            other = setup_optimizer(config, halves)
+            if config.type == "adamw":
+                offload_states(other, CPU, 1)
+            other.load_state_dict(saved)
+        for net, optimizer in ((straight, one), (halves, other)):
+            give_gradients(net, seed)
+            optimizer.step()
+    assert all(map(torch.equal, straight.parameters(), halves.parameters()))
+    dtypes = {state.dtype for states in other.state.values() for state in states.values()}
+    assert torch.bfloat16 not in dtypes
 
 
 def test_muon_is_that_of_pytorch_for_matrices_and_adamw_for_the_rest() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.start_dir import gpus_here
-from prime_rl.configs.optim import QUANTIZED_BLOCK
-from prime_rl.configs.trainer import CheckpointConfig, TrainerConfig
+from prime_rl.configs.optim import QUANTIZED_BLOCK, is_rounded
+from prime_rl.configs.trainer import CheckpointConfig, OptimizerConfig, TrainerConfig
 from prime_rl.run.checkpoints import DEFAULT_KEPT
 from prime_rl.utils.files import size_text
 from prime_rl.utils.private import home_directory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prime_rl.configs.sft import SFTConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_STATES = {"adamw": 2, "muon": 2, "sgd": 1}
+_STATES = {"adamw": 2, "adafactor": 0, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _BYTES_IN_8_BITS = 2 * (1 + 4 / QUANTIZED_BLOCK)
 """Bytes for each parameter: two moments of one byte, and a scale for each block of them."""
@@ -134,9 +134,9 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
     if ckpt is not None:
         kept = _kept(ckpt, config.max_steps, DEFAULT_KEPT)
         size_of = _BYTES[config.model.optimization_dtype]
-        in_full = [(of.parameters, optim.type) for of, lora, optim in trained if lora is None]
+        in_full = [(of.parameters, optim) for of, lora, optim in trained if lora is None]
         # One more checkpoint exists while it is written.
-        each = sum(int(count * (size_of + _state_bytes(kind, size_of))) for count, kind in in_full)
+        each = sum(int(count * (size_of + _state_bytes(optim, size_of))) for count, optim in in_full)
         yield Written("checkpoint", None if kept is None else kept + 1, each)
     if ckpt is None or ckpt.weights is not None:
         dtype = "auto" if ckpt is None or ckpt.weights is None else ckpt.weights.dtype
@@ -153,9 +153,11 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
         yield Written("broadcast", None if kept is None else recent + kept, each)
 
 
-def _state_bytes(optimizer: str, size: int) -> float:
+def _state_bytes(optim: OptimizerConfig, size: int) -> float:
     """Bytes of an optimizer's states for each parameter of `size` bytes, at most."""
-    return _BYTES_IN_8_BITS if optimizer == "adamw8bit" else _STATES[optimizer] * size
+    if optim.type == "adamw8bit":
+        return _BYTES_IN_8_BITS
+    return _STATES[optim.type] * (_BYTES["float32"] if is_rounded(optim) else size)
 
 
 def _kept(ckpt: CheckpointConfig, max_steps: int | None, default: int | None) -> int | None:

@@ -141,7 +141,15 @@ class SGDConfig(BaseOptimizerConfig):
         return self
 
 
-class AdamWConfig(BaseOptimizerConfig):
+class RoundingOptimizerConfig(BaseOptimizerConfig):
+    """Optimizers that can update weights in bfloat16."""
+
+    stochastic_rounding: bool = False
+    """With `model.optimization_dtype = "bfloat16"`: update in float32, and round each weight up or down at random, so
+    that the mean is the update. Otherwise small updates are lost."""
+
+
+class AdamWConfig(RoundingOptimizerConfig):
     """AdamW."""
 
     type: Literal["adamw"] = "adamw"
@@ -154,7 +162,14 @@ class AdamWConfig(BaseOptimizerConfig):
     """Decay of the second moment."""
 
 
-class AdamW8bitConfig(BaseOptimizerConfig):
+class AdafactorConfig(RoundingOptimizerConfig):
+    """Adafactor. An update is at most `lr` times as large as its parameter, so `lr` is about 1e-3."""
+
+    type: Literal["adafactor"] = "adafactor"
+    """Adafactor."""
+
+
+class AdamW8bitConfig(RoundingOptimizerConfig):
     """AdamW with moments of 8 bits for large matrices (bitsandbytes), and of 32 bits for the rest."""
 
     type: Literal["adamw8bit"] = "adamw8bit"
@@ -183,7 +198,9 @@ class MuonConfig(BaseOptimizerConfig):
     """AdamW's decay of the second moment."""
 
 
-OptimizerConfig = Annotated[SGDConfig | AdamWConfig | AdamW8bitConfig | MuonConfig, Field(discriminator="type")]
+OptimizerConfig = Annotated[
+    SGDConfig | AdamWConfig | AdamW8bitConfig | AdafactorConfig | MuonConfig, Field(discriminator="type")
+]
 
 QUANTIZED_BLOCK = 256
 """Neighbouring values of a moment that share a scale, in bitsandbytes' optimizers."""
@@ -201,6 +218,11 @@ def quantized_columns(shape: Sequence[int]) -> int | None:
     return -(-shape[-1] // QUANTIZED_BLOCK) * QUANTIZED_BLOCK
 
 
+def is_rounded(optim: OptimizerConfig) -> bool:
+    """Whether updated weights are rounded stochastically."""
+    return isinstance(optim, RoundingOptimizerConfig) and optim.stochastic_rounding
+
+
 def optimizer_faults(
     optim: OptimizerConfig, scheduler: SchedulerConfig, model: ModelConfig, lora: LoRAConfig | None
 ) -> Iterator[str]:
@@ -215,6 +237,10 @@ def optimizer_faults(
                 yield f"optim.type = 'adamw8bit' keeps its small states on the GPU: remove model.{key}"
         if model.tp > 1:
             yield f"optim.type = 'adamw8bit' needs whole rows of each weight: remove model.tp ({model.tp})"
+    if is_rounded(optim) and model.optimization_dtype != "bfloat16":
+        yield "optim.stochastic_rounding is for weights in bfloat16: set model.optimization_dtype = 'bfloat16'"
+    if optim.type == "adafactor" and model.optim_cpu_offload:
+        yield "optim.type = 'adafactor' keeps its small states on the GPU: remove model.optim_cpu_offload"
     if optim.type == "muon" and model.fsdp_cpu_offload:
         yield "optim.type = 'muon' does not work with model.fsdp_cpu_offload"
     if optim.type == "muon" and lr_ratio != 1:

@@ -33,6 +33,7 @@ from prime_rl.configs.model import (
     TokenizerConfig,
 )
 from prime_rl.configs.optim import (
+    AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
     BaseOptimizerConfig,
@@ -73,6 +74,7 @@ from prime_rl.utils.pydantic_config import BaseConfig, ConfigWarning, derive, ra
 __all__ = [
     "ActivationCheckpointConfig",
     "ActivationOffloadingConfig",
+    "AdafactorConfig",
     "AdamW8bitConfig",
     "AdamWConfig",
     "BaseOptimizerConfig",

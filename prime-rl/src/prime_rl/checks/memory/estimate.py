@@ -31,6 +31,7 @@ from prime_rl.checks.memory.training import (
 )
 from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
+from prime_rl.configs.optim import is_rounded
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
 from prime_rl.utils.errors import UserError
 from prime_rl.utils.limits import usable_memory_bytes
@@ -314,6 +315,7 @@ def estimate_sft(
     training = Training(
         shape, config.model, config.optim.type, row_tokens, data.seq_len, processes, rows, device, is_rl=False
     )
+    training = replace(training, is_rounded=is_rounded(config.optim))
     if _scores_answers(config):
         fused = config.model.model_copy(update={"fused_lm_head_chunk_size": "auto"})
         training = replace(training, model=fused, scores_answers=True)
@@ -415,12 +417,14 @@ def estimate_rl(
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
+    training = replace(training, is_rounded=is_rounded(trainer.optim))
     trained = [training]
     if trainer.critic is not None:
         quantization = None if trainer.critic.lora is None else trainer.model.quantization
         model = trainer.model.model_copy(update={"lora": trainer.critic.lora, "quantization": quantization})
-        shape, optimizer = others[CRITIC], trainer.critic.optim.type
-        trained.append(replace(training, shape=shape, model=model, optimizer=optimizer))
+        shape, optim = others[CRITIC], trainer.critic.optim
+        critic = replace(training, shape=shape, model=model, optimizer=optim.type, is_rounded=is_rounded(optim))
+        trained.append(critic)
     room = _room(gpu, device, processes // train_nodes)
     of_frozen = list(_frozen(config.frozen_models, others, gpu, device))
     if device == "cpu" and room is not None:

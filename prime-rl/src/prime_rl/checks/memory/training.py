@@ -257,7 +257,7 @@ Parts = dict[str, int]
 """Bytes by purpose."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = {"adamw": 2, "adamw8bit": 2, "muon": 2, "sgd": 1}
+STATES = {"adamw": 2, "adamw8bit": 2, "adafactor": 0, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _OFFLOAD_SLICE_BYTES = 2**30
 _LIBRARIES_BYTES = 510 * 2**20
@@ -290,6 +290,8 @@ class Training:
     is_rl: bool
     scores_answers: bool = False
     """The loss is of log-probabilities of answers, as in RL."""
+    is_rounded: bool = False
+    """The optimizer updates weights in bfloat16 by `stochastic_rounding`."""
 
     @property
     def shards(self) -> int:
@@ -378,7 +380,20 @@ class Training:
             # Of adapters, at most as much as with 32 bits.
             shapes = self.shape.tensors.values() if self.model.lora is None else [(self.trained,)]
             return sum(map(quantized_bytes, shapes)) // self.shards
-        return self.gradients * STATES[self.optimizer]
+        if self.optimizer == "adafactor":
+            return _FLOAT32 * self._rows_and_columns // self.shards
+        each = _FLOAT32 if self.is_rounded else self.master_bytes
+        return self.trained * each * STATES[self.optimizer] // self.shards
+
+    @property
+    def _rows_and_columns(self) -> int:
+        """Means that Adafactor keeps: one for each row and each column of a matrix, all values of a vector."""
+        if self.model.lora is not None:
+            # A has one for each input, and B one for each output.
+            adapters = sum(self.adapter_parameters)
+            return adapters // self.model.lora.rank + self.trained - adapters
+        shapes = self.shape.tensors.values()
+        return sum(prod(of[:-2]) * sum(of[-2:]) if len(of) > 1 else prod(of) for of in shapes)
 
     @cached_property
     def loss(self) -> LossMemory:
@@ -625,6 +640,11 @@ def _in_update(training: Training) -> Parts:
     buffers = training.gradients if training.optimizer == "sgd" else 0
     if training.optimizer == "muon":
         buffers += 5 * 2 * max(prod(shape) for block in training.shape.blocks for shape in block.values())
+    if training.model.lora is None:
+        # Parameters are updated one by one: with rounding, value and gradient are in float32, then value and noise.
+        update = _FLOAT32 if training.optimizer == "adafactor" else 0
+        inside = 2 * _FLOAT32 + max(update, 2) if training.is_rounded else update
+        buffers += inside * max(map(prod, training.shape.tensors.values())) // training.shards
     if training.model.optim_cpu_offload and training.device == "cuda":
         largest = max(map(prod, training.shape.tensors.values())) * training.master_bytes // training.shards
         piece = min(max(_OFFLOAD_SLICE_BYTES, largest), training.gradients)

@@ -41,6 +41,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     # Both trainers.
     _rule("applied", "", "*.optim", "*.scheduler", "*.max_steps"),
     _rule("refused", "the saved optimizer state is that of another optimizer", "*.optim.type"),
+    _rule("refused", "the saved moments have another precision", "*.optim.stochastic_rounding"),
     _rule("none", "the weights are those of the checkpoint", "*.model.name"),
     _rule("applied", "", "*.model"),
     _rule("refused", _SHAPES, "*.model.lora"),
@@ -129,6 +130,7 @@ RESUME_RULES: tuple[ResumeRule, ...] = (
     _rule("applied", "", "trainer.critic.lora.dropout"),
     _rule("refused", "the optimizer would have other groups", "trainer.critic.lora.loraplus_lr_ratio"),
     _rule("refused", "the saved optimizer state is that of another optimizer", "trainer.critic.optim.type"),
+    _rule("refused", "the saved moments have another precision", "trainer.critic.optim.stochastic_rounding"),
     _rule("refused", _ROWS, "trainer.demonstrations.data", unless="ckpt.skip_dataloader"),
     _rule(
         "refused",

@@ -1,4 +1,4 @@
-"""Optimizers (AdamW, also in 8 bits, SGD, Muon) and gradient clipping, on this process's shards.
+"""Optimizers (AdamW, also in 8 bits, Adafactor, SGD, Muon) and gradient clipping, on this process's shards.
 
 The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
 through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
@@ -14,14 +14,23 @@ from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
 from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
-from prime_rl.configs.trainer import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.trainer import (
+    AdafactorConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from prime_rl.trainer.model.lora import loraplus_parameters
 from prime_rl.trainer.model.quantized import bitsandbytes_package
 from prime_rl.trainer.model.vision import tower_parameters
@@ -58,7 +67,7 @@ def offload_states(optimizer: Optimizer, device: torch.device, slice_bytes: int 
     # A bound method: learning-rate schedulers expect one, and replace it in turn.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     # `load_state_dict` would put all states on the devices of their parameters.
-    optimizer.register_load_state_dict_pre_hook(lambda _, saved: host.hold_back(saved))
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: host.hold_back(saved), prepend=True)
     optimizer.register_load_state_dict_post_hook(lambda _: host.take_held_back())
 
 
@@ -100,7 +109,9 @@ class _HostCopies:
     def take_held_back(self) -> None:
         """Move the tensors that were held back to host memory, in the dtype that the optimizer would load them in."""
         for parameter, name, state in self._held_back:
-            self._keep(parameter, name, state, parameter.dtype)
+            # Our own keep the dtype of each state.
+            dtype = state.dtype if isinstance(self.optimizer, _OneByOne) else parameter.dtype
+            self._keep(parameter, name, state, dtype)
         self._held_back.clear()
         self._finish()
 
@@ -188,7 +199,109 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(list(map(local, tensors)), factor)
 
 
-class AdamW8bit(Optimizer):
+class _OneByOne(Optimizer):
+    """Updates one parameter after another, on shards, with states in their own dtypes.
+
+    With `is_rounded`, weights are in bfloat16 and updated in float32. The result is rounded at random to one of its two
+    neighbours, more often to the nearer one, so that the mean is the result. Always rounded to the nearer one, updates
+    of less than 1/512 of a weight would be lost.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], *, is_rounded: bool) -> None:
+        super().__init__(groups, defaults)
+        self._is_rounded = is_rounded
+        self._numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        self._held_back: dict[Any, dict[str, Tensor]] = {}
+        self._held_ids: list[Any] = []
+        self.register_load_state_dict_pre_hook(lambda _, saved: self._hold_back(saved))
+        self.register_load_state_dict_post_hook(lambda _: self._take_held_back())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no update here needs the loss again
+        """Apply the gradients. Collective."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                own, gradient = local(parameter), local(parameter.grad)
+                if not self._is_rounded:
+                    self.update(parameter, own, gradient, group)
+                    continue
+                values = own.float()
+                self.update(parameter, values, gradient.float(), group)
+                own.copy_(_rounded(values, self._noise(parameter)))
+
+    def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Change the `values` of this process's shard of `parameter` by its `gradient`."""
+        raise NotImplementedError
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _noise(self, parameter: nn.Parameter) -> torch.Generator:
+        """The same for each copy of a shard, and after a resume."""
+        step, start = int(self.state[parameter]["step"]), [part.start for part in index_of(parameter)]
+        seed = xxhash.xxh3_64_intdigest(repr((step, self._numbers[parameter], start)).encode())
+        return torch.Generator(local(parameter).device).manual_seed(seed)
+
+    def _hold_back(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Take the states out of a saved state dict; PyTorch would turn them into the dtype of the parameter."""
+        self._held_back = saved["state"]
+        self._held_ids = [each for group in saved["param_groups"] for each in group["params"]]
+        return {**saved, "state": {}}
+
+    def _take_held_back(self) -> None:
+        """Load the states in their own dtypes."""
+        for parameter_id, parameter in zip(self._held_ids, self._parameters(), strict=True):
+            for name, value in self._held_back.get(parameter_id, {}).items():
+                device = value.device if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(device, copy=True)
+        self._held_back = {}
+
+
+def _rounded(values: Tensor, noise: torch.Generator) -> Tensor:
+    """Float32 `values` in bfloat16, which has the upper half of their bits: the lower half decides how likely the next
+    number away from zero is."""
+    bits = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=noise)
+    return bits.add_(values.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
+
+
+class RoundedAdamW(_OneByOne):
+    """AdamW with float32 moments of weights in bfloat16."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: AdamWConfig) -> None:
+        betas = (config.betas1, config.betas2)
+        defaults = {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay}
+        super().__init__(groups, defaults, is_rounded=True)
+
+    def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Change the `values` as the fused AdamW does."""
+        state, names = self.state[parameter], ("exp_avg", "exp_avg_sq")
+        if not state:
+            state |= {name: torch.zeros_like(parameter, dtype=torch.float32) for name in names}
+            state["step"] = torch.zeros(())
+        mean, square = (local(state[name]) for name in names)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [values],
+            [gradient],
+            [mean],
+            [square],
+            [],
+            [state["step"].to(values.device, copy=True)],  # which it counts up
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        state["step"] += 1
+
+
+class AdamW8bit(_OneByOne):
     """AdamW with bitsandbytes' kernels, on shards: large matrices have moments of 8 bits (Dettmers et al., 2022).
 
     Each row is filled up to whole blocks, which have a scale each. The moments [..., rows, columns] and their scales
@@ -198,24 +311,18 @@ class AdamW8bit(Optimizer):
     def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig) -> None:
         functional = bitsandbytes_package().functional
         betas = (config.betas1, config.betas2)
-        super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay})
+        defaults = {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay}
+        super().__init__(groups, defaults, is_rounded=config.stochastic_rounding)
         self._kernels = functional
         self._codes = [functional.create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no update here needs the loss again
-        """Apply the gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Change the `values` as bitsandbytes does."""
         state, columns = self.state[parameter], quantized_columns(parameter.shape)
         if not state:
             state |= _moments(parameter, columns)
         state["step"] += 1
-        p, g, first, second = (local(each) for each in (parameter, gradient, state["state1"], state["state2"]))
+        p, g, first, second = values, gradient, local(state["state1"]), local(state["state2"])
         if not p.numel():
             return
         (beta1, beta2), eps, lr, decay = (group[key] for key in ("betas", "eps", "lr", "weight_decay"))
@@ -235,16 +342,6 @@ class AdamW8bit(Optimizer):
         if padded is not p:
             p.copy_(padded[..., : p.shape[-1]])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states in their own dtypes; PyTorch would turn them into that of the parameter."""
-        super().load_state_dict({**state_dict, "state": {}})
-        ids = [each for group in state_dict["param_groups"] for each in group["params"]]
-        own = [each for group in self.param_groups for each in group["params"]]
-        for parameter_id, parameter in zip(ids, own, strict=True):
-            for name, value in state_dict["state"].get(parameter_id, {}).items():
-                device = value.device if name == "step" else parameter.device
-                self.state[parameter][name] = value.to(device, copy=True)
-
 
 def _moments(parameter: nn.Parameter, columns: int | None) -> dict[str, Tensor]:
     """Moments of zero for `parameter`, of 8 bits if they have `columns`."""
@@ -261,6 +358,74 @@ def _moments(parameter: nn.Parameter, columns: int | None) -> dict[str, Tensor]:
                 value = DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
             made[name + number] = value
     return made
+
+
+class Adafactor(_OneByOne):
+    """Adafactor (Shazeer and Stern, 2018) as PyTorch has it, on shards.
+
+    Of a matrix, it keeps the mean squared gradient of each row and of each column. The update of a parameter is at most
+    `lr` times as large as the parameter. `step` is collective: means and sizes are those of whole parameters.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: AdafactorConfig) -> None:
+        defaults = {"lr": config.lr, "weight_decay": config.weight_decay}
+        super().__init__(groups, defaults, is_rounded=config.stochastic_rounding)
+
+    def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Change the `values` as PyTorch does."""
+        state, last = self.state[parameter], parameter.ndim - 1
+        if not state:
+            axes = {"variance": []} if last < 1 else {"row_var": [last], "col_var": [last - 1]}
+            state |= {name: _reduced_zeros(parameter, of) for name, of in axes.items()} | {"step": torch.zeros(())}
+        state["step"] += 1
+        step, lr = int(state["step"]), group["lr"]
+        change = step**_DECAY
+        size = _size(values, parameter).clamp_(min=_SMALLEST_SIZE) * min(lr, step**-0.5)
+        values.mul_(1 - lr * group["weight_decay"])
+        if last < 1:
+            estimate = local(state["variance"]).lerp_(gradient.square(), change).clone()
+        else:
+            rows, columns = local(state["row_var"]), local(state["col_var"])
+            for means, axis in ((rows, last), (columns, last - 1)):
+                squares = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True).square_()
+                means.lerp_(_summed(squares, parameter, [axis]) / parameter.shape[axis], change)
+            mean = _summed(rows.sum(-2, keepdim=True), parameter, [last - 1]) / parameter.shape[-2]
+            estimate = (rows @ columns).div_(mean.clamp_(min=_SMALLEST))
+        update = estimate.clamp_(min=_SMALLEST**2).rsqrt_().mul_(gradient)
+        values.sub_(update.mul_(size / _size(update, parameter).clamp_(min=1)))
+
+
+_DECAY = -0.8
+_SMALLEST = torch.finfo(torch.float32).eps
+_SMALLEST_SIZE = 1e-3
+"""PyTorch's defaults."""
+
+
+def _reduced_zeros(parameter: nn.Parameter, axes: Sequence[int]) -> Tensor:
+    """Float32 zeros of the shape of `parameter`, but for the `axes`, which have size 1; sharded likewise."""
+    shape = [1 if axis in axes else size for axis, size in enumerate(parameter.shape)]
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(shape, dtype=torch.float32)
+    placements = [Replicate() if getattr(each, "dim", None) in axes else each for each in parameter.placements]
+    own = [1 if axis in axes else size for axis, size in enumerate(local(parameter).shape)]
+    value = local(parameter).new_zeros(own, dtype=torch.float32)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, parameter.device_mesh, placements, shape=torch.Size(shape), stride=stride)
+
+
+def _summed(value: Tensor, parameter: nn.Parameter, axes: Sequence[int]) -> Tensor:
+    """The sum of the processes' `value`s of their shards along the `axes` of `parameter`. Collective."""
+    if isinstance(parameter, DTensor):
+        for number, placement in enumerate(parameter.placements):
+            if getattr(placement, "dim", None) in axes:
+                dist.all_reduce(value, group=parameter.device_mesh.get_group(number))
+    return value
+
+
+def _size(values: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The root mean square of the whole tensor, of which `values` are this process's. Collective."""
+    squares = torch.linalg.vector_norm(values).square()
+    return (_summed(squares, parameter, range(parameter.ndim)) / parameter.numel()).sqrt_()
 
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -401,6 +566,10 @@ def _groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
 
 def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     match config:
+        case AdamWConfig(stochastic_rounding=True):
+            return RoundedAdamW(_groups(config, model), config)
+        case AdafactorConfig():
+            return Adafactor(_groups(config, model), config)
         case AdamWConfig():
             # The fused kernel updates all parameters in one pass. On a CPU it is five times as fast as the loop.
             return ShardAdamW(
