@@ -29,7 +29,7 @@ from prime_rl.checks.memory.training import (
     resident_memory,
     tower_activations,
 )
-from prime_rl.checks.model_description import ModelDescription
+from prime_rl.checks.model_description import VISION_FAMILIES, ModelDescription
 from prime_rl.configs.model import ModelConfig, cpu_row_tokens, product_of
 from prime_rl.configs.optim import is_rounded
 from prime_rl.configs.rollouts.judges import FrozenModel, frozen_judges
@@ -355,8 +355,8 @@ def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
 def _tower(training: Training) -> Parts:
     """The weights of the vision tower, and what it computes of a row of image tokens alone."""
     vision, tower = training.model.vision, training.shape.tower
-    if vision is None or "vision_config" not in training.shape.whole:
-        return {}
+    if vision is None or training.shape.whole.get("model_type") not in VISION_FAMILIES:
+        return {}  # a start check refuses others
     # All of it is gathered in each process while a row is computed. A trained one has gradients and states.
     is_trained = vision.tower_lr is not None
     copies = 2 + STATES[training.optimizer] if is_trained else 1
