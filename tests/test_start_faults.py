@@ -139,6 +139,13 @@ CASES = {
         "--orchestrator.teacher-model.tokenizer {dir}/other",
         "orchestrator.teacher_model.tokenizer: {dir}/other has no tokenizer.json",
     ),
+    "damaged tokenizer of a teacher": Case(
+        "rl",
+        "--orchestrator.teacher-model.client.base-url http://127.0.0.1:9/v1 --trainer.loss.teacher-tau 1 "
+        "--orchestrator.teacher-model.tokenizer {dir}/other",
+        "orchestrator.teacher_model.tokenizer: {dir}/other/tokenizer.json cannot be read as a tokenizer: ",
+        {"other/tokenizer.json": '{"model": {"type": "BPE"'},
+    ),
     "model folder that is not there": Case("sft", "--model.name {dir}/model", "model: no such directory"),
     "model folder of nothing": Case(
         "rl", "--model.name {dir}/model", "model: the folder has no config.json", {"model/tokenizer.json": "{}"}

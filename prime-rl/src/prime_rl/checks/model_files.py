@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
@@ -15,8 +15,11 @@ from prime_rl.checks.disk import default_hub_cache, packed_fault, snapshot_in_ca
 from prime_rl.checks.model_description import ModelDescription, vision_fault
 from prime_rl.checks.start_dir import NotDownloaded, NotInstalled, StartDir, looks_like_path
 from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
-from prime_rl.utils.errors import StartFault
+from prime_rl.utils.errors import StartFault, one_line
 from prime_rl.utils.files import missing_advice
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -297,6 +300,25 @@ def lacks_fast_tokenizer(name: str, start: StartDir) -> bool:
     """Whether it is a folder without `tokenizer.json`."""
     folder = start.find(name)
     return (looks_like_path(name) or folder.is_dir()) and not (folder / "tokenizer.json").is_file()
+
+
+def loaded_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`, without truncation and padding.
+
+    Reads it without Transformers, whose import takes seconds.
+
+    Raises:
+        StartFault: the file is damaged, or another program's.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # its only class
+        raise StartFault(f"{file} cannot be read as a tokenizer: {one_line(str(error))}; save it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _local_folder(name: str, start: StartDir) -> Path | None:

@@ -16,6 +16,7 @@ from prime_rl.checks.model_files import (
     adapter_faults,
     describe,
     lacks_fast_tokenizer,
+    loaded_tokenizer,
     model_fault,
     other_model_fault,
     other_token,
@@ -287,6 +288,11 @@ def _alignment_faults(key: str, theirs: str, ours: str, start: StartDir) -> Iter
     for name in (theirs, ours):
         if lacks_fast_tokenizer(name, start):
             yield f"{key}: {name} has no tokenizer.json, and the texts of both tokenizers are compared: save it there"
+        elif (file := start.find(name) / "tokenizer.json").is_file():
+            try:
+                loaded_tokenizer(file)
+            except StartFault as fault:
+                yield f"{key}: {fault}"
 
 
 def _replay_faults(model: str, start: StartDir) -> Iterator[str]:

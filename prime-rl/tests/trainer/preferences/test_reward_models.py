@@ -131,9 +131,12 @@ def test_scores_are_the_margin_of_rows_without_one() -> None:
     assert margin_of(scores) == 0
     with pytest.raises(RowFault, match="score_margin needs two finite numbers, got `score_chosen` "):
         margin_of({"score_chosen": "8.5"}, 0.2)
+    for factor, least in ((10.0, -1e308), (1e39, 6)):  # beyond float64, and beyond float32
+        with pytest.raises(RowFault, match="too large a margin"):
+            margin_of({**scores, "score_rejected": least}, factor)
 
 
-@pytest.mark.parametrize("cell", ["nan", "inf", True, [1], "much" * 1000], ids=str)
+@pytest.mark.parametrize("cell", ["nan", "inf", 1e39, True, [1], "much" * 1000], ids=str)
 def test_a_margin_that_is_no_number_is_refused_in_one_line(cell: Any) -> None:
     with pytest.raises(RowFault, match="`margin` must be a finite number, got ") as caught:
         margin_of({"margin": cell})

@@ -23,8 +23,11 @@ class Refused(Exception):
 
 
 def token_counter(model: str) -> CountTokens | None:
-    """Counts the tokens of a text; None without a `tokenizer.json` on this machine."""
-    tokenizer = read_tokenizer(model)
+    """Counts the tokens of a text; None without a whole `tokenizer.json` on this machine."""
+    try:
+        tokenizer = read_tokenizer(model)
+    except StartFault:  # other checks say what is wrong with the model's files
+        return None
     if tokenizer is None:
         return None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -29,7 +29,7 @@ from prime_rl.run.paths import OrchestratorPaths, RunPaths, SamplesFile
 from prime_rl.run.pictures import PictureWriter
 from prime_rl.storage.staging import StoredImages
 from prime_rl.transport.messages import TrainingSample
-from prime_rl.utils.errors import one_line
+from prime_rl.utils.errors import StartFault, one_line
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.logger import get_logger
 
@@ -167,9 +167,12 @@ class RolloutLog:
             self._bytes = thin_out(self.paths.samples, max_bytes)
 
     def _find_texts(self, model: str) -> TokenTexts | None:
-        tokenizer = read_tokenizer(model)
+        try:
+            tokenizer, why = read_tokenizer(model), f"{model!r} has no tokenizer.json here"
+        except StartFault as fault:
+            tokenizer, why = None, str(fault)
         if tokenizer is None:
-            get_logger().info(f"Kept rollouts have no text for each token: {model!r} has no tokenizer.json here")
+            get_logger().info(f"Kept rollouts have no text for each token: {why}")
             return None
         return TokenTexts(tokenizer)
 

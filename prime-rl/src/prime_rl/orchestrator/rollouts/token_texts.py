@@ -11,6 +11,7 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_rl.checks.model_files import loaded_tokenizer
 from prime_rl.checks.start_dir import looks_like_path
 
 if TYPE_CHECKING:
@@ -23,20 +24,17 @@ _ANCHORS = ("a", "0", ".")
 def read_tokenizer(model: str) -> Tokenizer | None:
     """The tokenizer of a model, without truncation and padding; None without a `tokenizer.json` on this machine.
 
-    Reads it without Transformers, whose import takes seconds.
+    Raises:
+        StartFault: the file is damaged.
     """
     from huggingface_hub import try_to_load_from_cache
-    from tokenizers import Tokenizer
 
     file: object = Path(model, "tokenizer.json")
     if not looks_like_path(model) and not Path(model).is_dir():
         file = try_to_load_from_cache(model, "tokenizer.json")
     if not isinstance(file, str | Path) or not Path(file).is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return loaded_tokenizer(Path(file))
 
 
 class TokenTexts:

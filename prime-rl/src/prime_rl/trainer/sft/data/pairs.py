@@ -228,14 +228,25 @@ def margin_of(row: Row, score_margin: float = 0.0) -> float:
         if score_margin == 0:
             return 0.0
         chosen, rejected = (_number(row.get(name)) for name in SCORES)
-        if not math.isfinite(chosen - rejected):
+        number = score_margin * (chosen - rejected)
+        if math.isfinite(chosen - rejected) and not _fits(number):
+            raise RowFault(f"loss.score_margin = {score_margin:g} makes {chosen:g} - {rejected:g} too large a margin")
+        if not math.isfinite(number):
             given = " and ".join(f"`{name}` {_shown(row.get(name))}" for name in SCORES)
             raise RowFault(f"loss.score_margin needs two finite numbers, got {given}")
-        return score_margin * (chosen - rejected)
+        return number
     number = _number(margin)
-    if not math.isfinite(number):
+    if not _fits(number):
         raise RowFault(f"`{column_name(row, 'margin')}` must be a finite number, got {_shown(margin)}")
     return number
+
+
+_MAX_MARGIN = 1e38
+
+
+def _fits(margin: float) -> bool:
+    """Whether it is a finite number in float32, in which the loss computes."""
+    return abs(margin) <= _MAX_MARGIN  # False if it is NaN
 
 
 def _number(cell: Any) -> float:
