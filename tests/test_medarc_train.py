@@ -168,12 +168,15 @@ def test_sampling_that_changes_what_is_trained_on_is_named_one_line_each(rl_toml
     assert set(found) - off_policy - without_effect == {"extra_body.novel"}
 
 
-@pytest.mark.parametrize("key", ["top_p", "min_p", "frequency_penalty", "logit_bias"])
-def test_a_sampling_key_that_training_lacks_says_why(rl_toml: Path, tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("top_p", "needs top_k"), ("min_p", "needs top_k"), ("frequency_penalty", "training"), ("logit_bias", "training")],
+)
+def test_a_sampling_key_that_training_lacks_says_why(rl_toml: Path, tmp_path: Path, key: str, why: str) -> None:
     words = (f"--orchestrator.sampling.{key.replace('_', '-')}", "0.5", "--dry-run")
     result = run("rl", rl_toml, "--output-dir", tmp_path / "out", "--device", "cpu", *words)
     assert result.exit_code == 2
-    assert "training" in result.stderr
+    assert why in result.stderr
 
 
 def test_evaluation_samples_as_it_likes(rl_toml: Path, tmp_path: Path) -> None:

@@ -136,9 +136,6 @@ NEWER_KEYS: list[Row] = [
     *(
         ("orchestrator", f"sampling.{name}", value, "", NOT_CARRIED)
         for name, value in {
-            "top_p": 0.9,
-            "top_k": 20,
-            "min_p": 0.1,
             "presence_penalty": 0.5,
             "frequency_penalty": 0.5,
             "logit_bias": {"7": 1.0},
@@ -171,7 +168,7 @@ NEWER_KEYS: list[Row] = [
     ("orchestrator", "group_size", 8, "rollouts_per_example", 8),
     ("orchestrator", "train.sampling.max_completion_tokens", 64, "sampling.max_tokens", 64),
     ("orchestrator", "train.sampling.temperature", 0.5, "sampling.temperature", 0.5),
-    ("orchestrator", "train.sampling.top_p", 0.5, "", NOT_CARRIED),
+    ("orchestrator", "train.sampling.top_k", 5, "sampling.top_k", 5),
     ("orchestrator", "train.source", [{"env": {"taskset": {"id": "x"}}}], "env", [{"id": "x"}]),
     ("orchestrator", "train.env", [{"id": "x", "args": {"n": 1}}], "env", [{"id": "x", "args": {"n": 1}}]),
     ("orchestrator", "train.filter_zero_advantages", False, "", DROPPED),

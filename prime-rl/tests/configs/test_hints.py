@@ -121,9 +121,10 @@ NEWER: list[tuple[type, str, str | None]] = [
     ),
     (
         RLConfig,
-        "orchestrator.train.sampling.top_p",
-        "orchestrator.train.sampling is orchestrator.sampling here, which has no top_p",
+        "orchestrator.train.sampling.top_a",
+        "orchestrator.train.sampling is orchestrator.sampling here, which has no top_a",
     ),
+    (RLConfig, "orchestrator.train.sampling.top_p", "use orchestrator.sampling.top_p"),
     (
         RLConfig,
         "orchestrator.train.source.env.taskset.id",

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import verifiers as vf
 from datasets import Dataset
 
+from prime_rl.configs.orchestrator import SamplingConfig
 from prime_rl.configs.shared import ClientConfig
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples
+from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
 from prime_rl.orchestrator.servers.server import InferenceServer
 from prime_rl.orchestrator.workers.in_memory import VerifiersWorker
 from prime_rl.orchestrator.workers.inside.verifiers_api import Served
+from prime_rl.trainer.rl.batches import row_from_sample
+from prime_rl.trainer.rl.rows import Row
 
 NUM_TURNS = 4
 
@@ -59,6 +64,37 @@ def test_a_conversation_is_one_sample_of_the_sampled_tokens(server, reference, c
         else:
             assert_exact(reference, sample)
     assert "fell back" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 5}, {"top_k": 9, "top_p": 0.6}, {"top_k": 9, "min_p": 0.3}, {"top_logprobs": 4}], ids=str
+)
+def test_the_tokens_that_the_sampler_kept_reach_the_sample(server, reference, cut) -> None:
+    """And the log-probabilities are those of the model over the same tokens."""
+    config = SamplingConfig(max_tokens=6, temperature=0.8, extra_body={"ignore_eos": True}, **cut)
+    (rollout,) = rollouts(server, size=1, **train_sampling_args(config, 0.8))
+    (sample,) = to_samples(rollout)
+    assert rollout.error is None
+    row = Row.from_message(row_from_sample(msgspec.structs.replace(sample, advantage=1.0), 512), torch.device("cpu"))
+    tokens = sample.prompt_ids + sample.completion_ids
+    logits = reference.model(torch.tensor([tokens])).logits[0].detach().double() / 0.8
+    for number, place in enumerate(row.layout.trained_M.tolist()):
+        probs = logits[place - 1].softmax(-1)
+        order = probs.argsort(descending=True)[: config.top_k].tolist()
+        within = probs[order] / probs[order].sum()
+        least = config.min_p * probs.max()
+        kept = [
+            token
+            for at, token in enumerate(order)
+            if within[:at].sum() < config.top_p and probs[token] >= least and (config.top_k or at < 4)
+        ]
+        reported = {token for token in row.sampler_top.ids_MK[number].tolist() if token >= 0}
+        assert {*kept, tokens[place]} <= reported
+        assert len(reported) <= len(kept) + (config.top_k is None)
+        total = probs[kept].sum() if config.top_k else 1.0
+        expected = (probs[tokens[place]] / total).log().item()
+        assert row.inference_logprobs[place].item() == pytest.approx(expected, abs=2e-4)
+        assert row.sampler_top.is_support_M[number].item() == (config.top_k is not None)
 
 
 def assert_exact(reference: Any, sample: Any) -> None:

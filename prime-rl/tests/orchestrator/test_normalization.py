@@ -104,6 +104,15 @@ def test_the_overlong_penalty_has_the_reference_values(turn, rollout, length, re
     assert shaped_rewards(Group([long]), config) == pytest.approx([reward])
 
 
+def test_rewards_are_shifted_scaled_and_clipped_as_in_areal(turn, rollout) -> None:
+    """After the overlong penalty, which takes the last reward to 0.5."""
+    lengths = {1.0: 1, 0.7: 1, 0.0: 1, 1.5: 8}
+    group = Group([rollout(turn([0], list(range(length))), reward=reward) for reward, length in lengths.items()])
+    overlong = OverlongConfig(max_tokens=8, buffer_tokens=4)
+    config = NormalizedAdvantageConfig(overlong=overlong, reward_bias=-0.5, reward_scaling=10, reward_clip=4)
+    assert shaped_rewards(group, config) == pytest.approx([4, 2, -4, 0])
+
+
 def test_the_penalty_moves_the_advantage_and_not_the_reward(turn, rollout) -> None:
     short, long = rollout(turn([0], [1, 2]), reward=1.0), rollout(turn([0], list(range(10))), reward=1.0)
     overlong = OverlongConfig(max_tokens=10, buffer_tokens=4)

@@ -105,7 +105,7 @@ async def test_scores_are_mixed_by_weight_and_a_hint_is_read_by_its_teacher_only
     ((sample,),) = await teachers.begin([given])
     assert sample.completion_mask == [False, False]
     assert sample.teacher_logprobs == [0.0] * 5
-    assert sample.teacher_top.fault(0) is None
+    assert sample.teacher_top.fault(0, "") is None
     given.prompt = "ab"
     with pytest.raises(OrchestratorError, match=r"needs a prompt with a user's message"):
         await teachers.begin([given])

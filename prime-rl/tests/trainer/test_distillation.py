@@ -21,7 +21,7 @@ from prime_rl.trainer.rl.rows import Row
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import lay_out
 from prime_rl.trainer.sft.step import Distilled, forward_backward, sizes_of
-from prime_rl.transport.messages import TeacherTop, TrainingBatch, TrainingSample
+from prime_rl.transport.messages import LikeliestTokens, TrainingBatch, TrainingSample
 
 # `GKDTrainer.generalized_jsd_loss` of TRL 1.16 with `reduction = "sum"` on these logits, and three of its gradients.
 TRL = {
@@ -70,7 +70,7 @@ def test_chunks_and_several_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sample_with(trained: int, **changes: object) -> TrainingSample:
     ids = np.arange(trained * 2, dtype="<i4") + 10 * trained
-    top = TeacherTop(1, 2, ids.tobytes(), (-ids.astype("<f4")).tobytes(), np.ones(trained, "<f4").tobytes())
+    top = LikeliestTokens(1, 2, ids.tobytes(), (-ids.astype("<f4")).tobytes(), np.ones(trained, "<f4").tobytes())
     sample = TrainingSample([1, 2], [False] * 2, [3] * trained, [True] * trained, [-1.0] * trained, [1.0] * trained)
     return msgspec.structs.replace(sample, advantage=0.0, teacher_top=top, **changes)
 

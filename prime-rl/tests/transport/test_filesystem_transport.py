@@ -91,5 +91,6 @@ def test_row_files_of_the_step_before_are_removed(paths) -> None:
 def test_structs_are_encoded_as_positional_arrays(paths) -> None:
     setup_batch_sender(CONFIG, paths.orchestrator).send(TrainingBatch([sample()], step=0))
     examples, step, run, early_end, images = msgspec.msgpack.decode(paths.orchestrator.batch(0).read_bytes())
-    # PRIME-RL's 11 fields, `version`, `kept_as`, `completion_advantages`, `teacher_top`, `routed_experts` and `images`.
-    assert (step, run, early_end, images, len(examples[0])) == (0, None, None, [], 17)
+    # PRIME-RL's 11 fields, `version`, `kept_as`, `completion_advantages`, `teacher_top`, `routed_experts`, `images` and
+    # `sampler_top`.
+    assert (step, run, early_end, images, len(examples[0])) == (0, None, None, [], 18)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.distillation import MAX_TOP_K
 from prime_rl.configs.ranges import Count, Fraction
 from prime_rl.configs.shared import ImportPath
 from prime_rl.utils.pydantic_config import BaseConfig, derive, raise_faults
@@ -32,6 +33,8 @@ Algorithm = Literal[
     "m2po",
     "dppo_tv",
     "dppo_kl",
+    "dppo_top_k_tv",
+    "dppo_top_k_kl",
     "icepop",
     "aipo",
     "loglinear_ppo",
@@ -127,6 +130,15 @@ PRESETS: Mapping[Algorithm, Mapping[str, Mapping[str, Any]]] = {
     },
     "dppo_kl": {
         LOSS: {"type": "masked", "measure": "kl", "limit": 0.05, "ratio_cap": 20.0, "average": "token"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    # The same by the k likeliest tokens of the sampling policy.
+    "dppo_top_k_tv": {
+        LOSS: {"type": "masked", "measure": "top_k_tv", "limit": 0.15, "ratio_cap": 20.0, "average": "token"},
+        ADVANTAGE: GROUP_NORMALIZED,
+    },
+    "dppo_top_k_kl": {
+        LOSS: {"type": "masked", "measure": "top_k_kl", "limit": 0.05, "ratio_cap": 20.0, "average": "token"},
         ADVANTAGE: GROUP_NORMALIZED,
     },
     # Ling Team 2025, Every Step Evolves (Ring-1T): tokens on which trainer and engine differ are masked on both sides.
@@ -277,6 +289,15 @@ class NormalizedAdvantageConfig(BaseConfig):
     length: LengthPenaltyConfig | None = None
     """Term for the length of the answer. None adds none."""
 
+    reward_bias: float = 0.0
+    """Added to the reward, after the terms for length."""
+
+    reward_scaling: float = Field(1.0, gt=0)
+    """Factor of the sum of reward and `reward_bias`."""
+
+    reward_clip: float | None = Field(None, gt=0)
+    """Bound of the magnitude of the result. None sets none."""
+
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         raise_faults(self._faults())
@@ -284,7 +305,8 @@ class NormalizedAdvantageConfig(BaseConfig):
 
     def _faults(self) -> Iterator[str]:
         if self.rewards == "each":
-            shaping = [name for name in ("overlong", "length") if getattr(self, name) is not None]
+            parts = ("overlong", "length", "reward_bias", "reward_scaling", "reward_clip")
+            shaping = [name for name in parts if getattr(self, name) != type(self).model_fields[name].default]
             if shaping:
                 yield f"rewards = 'each' has no sum that {' and '.join(shaping)} could change: set rewards = 'sum'"
             if "batch" in (self.baseline, self.scale):
@@ -511,17 +533,31 @@ class MaskedLossConfig(BaseSurrogateLossConfig):
     type: Literal["masked"] = "masked"
     """Masked ratio."""
 
-    measure: Literal["tv", "kl", "second_moment"] = "tv"
+    measure: Literal["tv", "kl", "top_k_tv", "top_k_kl", "second_moment"] = "tv"
     """`tv` and `kl` (DPPO): total variation or KL divergence between sampling and trained policy, over two events, the
-    token and all others; a token beyond `limit` is masked if its loss would move it further away. `second_moment`
+    token and all others; a token beyond `limit` is masked if its loss would move it further away. `top_k_tv` and
+    `top_k_kl`: over the `top_k` likeliest tokens of the sampling policy, the token, and all others. `second_moment`
     (M2PO): the tokens with the largest squared log-ratios of the update are masked, until the mean of the others is
     below `limit`."""
 
     limit: float = Field(0.15, gt=0)
     """Size of the trust region."""
 
+    top_k: int = Field(20, ge=1, lt=MAX_TOP_K)
+    """Number of likeliest tokens for `top_k_tv` and `top_k_kl`. The engine reports them with every token."""
+
     ratio_cap: float | None = Field(None, gt=1)
     """Maximum ratio; tokens above it have no gradient. None sets no maximum."""
+
+
+TopMeasure = Literal["top_k_tv", "top_k_kl"]
+
+
+def top_measure_of(config: LossConfig) -> TopMeasure | None:
+    """The divergence that a loss computes over the likeliest tokens of the sampling policy; None for other losses."""
+    if not isinstance(config, MaskedLossConfig) or config.measure not in ("top_k_tv", "top_k_kl"):
+        return None
+    return config.measure
 
 
 class TruncatedLossConfig(RatioLossConfig):

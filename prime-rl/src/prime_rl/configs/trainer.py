@@ -17,6 +17,7 @@ from prime_rl.configs.algorithms import (
     MaskedLossConfig,
     ReferenceConfig,
     TruncatedLossConfig,
+    top_measure_of,
 )
 from prime_rl.configs.critic import CriticConfig, critic_faults, critic_warnings, follow_policy
 from prime_rl.configs.data import NOT_SET, SFTDataConfig, stack_fault
@@ -501,6 +502,8 @@ class TrainerConfig(RootConfig):
         for name in ("cp", "tp") if self.distillation is not None else ():
             if (size := getattr(self.model, name)) > 1:
                 yield f"[trainer.distillation] compares whole rows, and model.{name} ({size}) divides them: remove one"
+        if self.data.fake is not None and (measure := top_measure_of(self.loss)) is not None:
+            yield f"loss.measure = {measure!r} needs the tokens that an engine reports, which fake data does not have"
         if self.enable_router_replay and self.model.compile is not None:
             yield "enable_router_replay does not work with model.compile: remove one"
         if self.demonstrations is not None:

@@ -36,9 +36,8 @@ MAX_SAMPLES = 256
 """Samples of one prompt, `n`."""
 MAX_TOTAL_SAMPLES = 4096
 """Samples of one request: number of prompts times `n`."""
-MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 1024
-"""Of a prompt's tokens, for distillation."""
+MAX_TOP_LOGPROBS = 1024
+"""Likeliest tokens at each place, for distillation and for the tokens that a sampler keeps."""
 MAX_STOP_CHARS = 1000
 MAX_CHARS_PER_TOKEN = 64
 """A text with more characters than this per token of the model's context is refused without tokenizing it."""
@@ -185,7 +184,7 @@ class SamplingBody(Body):
     """Values to add to the logits of these token ids, before all other processing."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Log-probabilities of the prompt's tokens, with this many of the likeliest ones at each place."""
     return_token_ids: bool = True
     """The embedded engine returns token ids in every response, even when this is false."""

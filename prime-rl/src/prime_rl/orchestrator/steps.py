@@ -141,7 +141,7 @@ class Steps:
         with self._timing("parallel_preprocess"):
             apply_filters(self.filters, [rollout for group in groups for rollout in group.rollouts])
             assign_advantages(groups, self.advantage)
-            return build_batch(groups)
+            return build_batch(groups, needs_top=self.sampling.reported > 0)
 
     async def score(self, batch: Batch, step: int, teacher: Teachers) -> None:
         """Wait for the teacher's scores of the batch, which it began when each group ended."""

@@ -6,36 +6,68 @@ readers use the default for messages without them.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
 
 import msgspec
 
 
-class TeacherTop(msgspec.Struct, array_like=True):
-    """The k likeliest tokens of n teachers at M trained places. 8 * n * k + 4 * n bytes each."""
+class LikeliestTokens(msgspec.Struct, array_like=True):
+    """The k likeliest tokens at M places, of n teachers or of the engine (n = 1). 8 * n * k + 4 * n bytes each."""
 
-    teachers: int
+    sources: int
     k: int
     ids: bytes
     """int32 [M, n, k], little-endian, as are the others."""
     logprobs: bytes
-    """float32 [M, n, k], at temperature 1."""
+    """float32 [M, n, k]: a teacher's at temperature 1, the engine's as it samples. Minus infinity: no token."""
     weights: bytes
-    """float32 [M, n]: the weight of each teacher, 0 for one that does not score the sample."""
+    """float32 [M, n]: the weight of each teacher, 0 for one that does not score the sample. Of the engine, 1: it
+    sampled from these tokens alone."""
 
-    def places(self, count: int) -> TeacherTop:
+    def places(self, count: int) -> LikeliestTokens:
         """The first `count` places."""
-        size = 4 * count * self.teachers
-        return TeacherTop(
-            self.teachers, self.k, self.ids[: size * self.k], self.logprobs[: size * self.k], self.weights[:size]
+        size = 4 * count * self.sources
+        return LikeliestTokens(
+            self.sources, self.k, self.ids[: size * self.k], self.logprobs[: size * self.k], self.weights[:size]
         )
 
-    def fault(self, count: int) -> str | None:
-        """What is wrong with it for `count` trained places, or None."""
-        size = 4 * count * self.teachers
+    def chosen(self, places: Sequence[int]) -> LikeliestTokens:
+        """Those of some places. A negative one has no tokens."""
+        parts = [(self.ids, self.k, b"\0" * 4), (self.logprobs, self.k, _NO_TOKEN), (self.weights, 1, b"\0" * 4)]
+        columns = []
+        for values, width, nothing in parts:
+            size = 4 * width * self.sources
+            empty = nothing * (width * self.sources)
+            columns.append(b"".join(values[at * size : (at + 1) * size] if at >= 0 else empty for at in places))
+        return LikeliestTokens(self.sources, self.k, *columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[LikeliestTokens | None]) -> LikeliestTokens | None:
+        """One after another. None if none is given.
+
+        Raises:
+            ValueError: some are missing, or of other numbers of tokens.
+        """
+        given = [part for part in parts if part is not None]
+        if not given:
+            return None
+        first = given[0]
+        if len(given) < len(parts) or any((each.sources, each.k) != (first.sources, first.k) for each in given):
+            raise ValueError("samples have different numbers of likeliest tokens")
+        columns = zip(*((each.ids, each.logprobs, each.weights) for each in given), strict=True)
+        return cls(first.sources, first.k, *(b"".join(column) for column in columns))
+
+    def fault(self, count: int, name: str) -> str | None:
+        """What is wrong with it for `count` places, or None."""
+        size = 4 * count * self.sources
         if [len(self.ids), len(self.logprobs), len(self.weights)] != [size * self.k, size * self.k, size]:
-            return f"teacher_top is not of {count} trained tokens"
+            return f"{name} is not of {count} tokens"
         return None
+
+
+_NO_TOKEN = struct.pack("<f", -math.inf)
 
 
 class RoutedExperts(msgspec.Struct, array_like=True):
@@ -115,13 +147,15 @@ class TrainingSample(msgspec.Struct, array_like=True):
     """Group, rollout and line of conversation of the kept rollout (`RUN/samples`) that it belongs to. None if none."""
     completion_advantages: list[float] | None = None
     """M values, if the tokens of several calls have different ones. None: `advantage`, for all of them."""
-    teacher_top: TeacherTop | None = None
+    teacher_top: LikeliestTokens | None = None
     """At the tokens that are trained on, in their order. None without `trainer.distillation`."""
     routed_experts: RoutedExperts | None = None
     """Of all N + M tokens. The last one was never routed, and has those of the token before. None if a server did not
     answer with them."""
     images: list[str] | None = None
     """Digests of its images, in the order of their tokens. None if it has none."""
+    sampler_top: LikeliestTokens | None = None
+    """What the engine reported of the M completion tokens, with `sampling.top_logprobs` or `top_k`. None without."""
 
 
 class TrainingBatch(msgspec.Struct, array_like=True):
@@ -156,9 +190,11 @@ class MicroBatch(msgspec.Struct, array_like=True):
     """Index of the optimizer update within the step that this row belongs to."""
     kept_as: list[list[int] | None] | None = None
     """`TrainingSample.kept_as` of each sequence. None if no sequence is kept."""
-    teacher_top: TeacherTop | None = None
+    teacher_top: LikeliestTokens | None = None
     """At the row's trained tokens."""
     routed_experts: RoutedExperts | None = None
     """Of its T tokens."""
     images: list[list[ImageReference]] | None = None
     """The images of each sequence. None if no sequence has one."""
+    sampler_top: LikeliestTokens | None = None
+    """At the row's trained tokens."""

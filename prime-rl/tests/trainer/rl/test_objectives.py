@@ -28,6 +28,7 @@ from prime_rl.trainer.rl.loss import (
     objective_of,
     setup_loss,
     surrogate_losses,
+    top_divergence,
 )
 from prime_rl.trainer.rl.rows import RowLayout, Sequences
 
@@ -198,6 +199,7 @@ PROXIMAL = LOGPROBS + 0.3 * RNG.standard_normal(8)
 REFERENCE = -RNG.random(8) * 2
 AGES = np.repeat([2.0, 5.0], LENGTHS)
 A = np.repeat(ADVANTAGE_OF, LENGTHS)
+DIVERGENCE = np.array([0.01, 0.2, 0.16, 0.04, 0.3, 0.06, 0.14, 0.5])
 
 
 def level_ratio(theta, at, anchor, parts):
@@ -299,6 +301,18 @@ LOSSES = {
         lambda x, at: np.where(
             dropped_by_dppo(at, binary_kl(np.exp(BEHAVIOUR), np.exp(at)), 0.05), 0, -np.exp(x - BEHAVIOUR) * A
         ),
+        tokens_mean,
+    ),
+    "dppo_top_k_tv": (
+        "dppo_top_k_tv",
+        {},
+        lambda x, at: np.where(dropped_by_dppo(at, DIVERGENCE, 0.15), 0, -np.exp(x - BEHAVIOUR) * A),
+        tokens_mean,
+    ),
+    "dppo_top_k_kl": (
+        "dppo_top_k_kl",
+        {},
+        lambda x, at: np.where(dropped_by_dppo(at, DIVERGENCE, 0.05), 0, -np.exp(x - BEHAVIOUR) * A),
         tokens_mean,
     ),
     "m2po": (
@@ -410,7 +424,7 @@ def test_value_and_gradient_of_every_loss_are_those_of_its_paper(name: str) -> N
     algorithm, changed, of_tokens, average = LOSSES[name]
     loss = setup_loss(TrainerConfig(loss=preset(algorithm, max_tokens=40, seq_len=64)[LOSS] | changed).loss)
     theta = torch.tensor(LOGPROBS, requires_grad=True)
-    inputs, layout = row_of(theta)
+    inputs, layout = row_of(theta, **({"divergence": DIVERGENCE} if loss.top_measure else {}))
     if loss.max_second_moment is not None:
         squares = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs).square()
         cutoff = largest_kept_square(squares[layout.trained_M], loss.max_second_moment)
@@ -428,6 +442,24 @@ def test_value_and_gradient_of_every_loss_are_those_of_its_paper(name: str) -> N
     assert total.item() == pytest.approx(expected(LOGPROBS), rel=1e-9)
     assert theta.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
     assert any(slopes)
+
+
+def test_the_divergence_over_likeliest_tokens_is_that_of_the_paper() -> None:
+    """DPPO: over the k likeliest tokens of the sampling policy, the sampled one, and all others as one outcome."""
+    logits = np.random.default_rng(5).standard_normal((2, 6, 12)) * 2
+    behave, theta = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    sampled, k = [0, 3, 5, 7, 9, 11], 3
+    expected, given = {"top_k_tv": [], "top_k_kl": []}, []
+    for place, token in enumerate(sampled):
+        chosen = sorted({*np.argsort(-behave[place])[:k].tolist(), token})
+        p, q = ([*each[place, chosen], 1 - each[place, chosen].sum()] for each in (behave, theta))
+        expected["top_k_tv"].append(sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
+        expected["top_k_kl"].append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+        unused = [-np.inf] * (k + 1 - len(chosen))
+        given.append([np.log([*each[place, chosen]]).tolist() + unused for each in (behave, theta)])
+    own = [torch.tensor(each, dtype=torch.float64) for each in zip(*given, strict=True)]
+    for measure, values in expected.items():
+        assert top_divergence(*own, measure).tolist() == pytest.approx(values, rel=1e-12)
 
 
 def test_every_preset_stands_in_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.trainer import DecoupledLossConfig, DefaultLossConfig, FakeDataLoaderConfig, ModelConfig
+from prime_rl.orchestrator.rollouts.replies import Reported
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.process.mesh import DataAxis
 from prime_rl.trainer.rl.batches import FakeBatches, pack_rows, row_from_sample
@@ -106,6 +108,53 @@ def test_a_row_without_trained_tokens_adds_nothing(model, mesh, samples) -> None
     filler.loss_mask = [False] * len(filler.loss_mask)
     alone = gradient_of(model, mesh, [row], 8192)
     assert torch.equal(alone, gradient_of(model, mesh, [row, Row.from_message(filler, CPU)], 8192))
+
+
+@pytest.mark.parametrize("vocab_size", [128, 2**24])
+def test_tokens_sampled_from_some_are_scored_over_the_same(
+    tiny_model_dir, model, mesh, samples, vocab_size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights under top-k: against Transformers in float64, whole and in chunks; their mean under the sampler is 1."""
+    monkeypatch.setattr(model.config, "vocab_size", vocab_size)
+    generator, plain = torch.Generator().manual_seed(3), AutoModelForCausalLM.from_pretrained(tiny_model_dir).double()
+    expected, entropies, reported = [], [], Reported(6, is_support=True)
+    for sample in samples:
+        tokens, start, temperature = sample.prompt_ids + sample.completion_ids, 3, sample.completion_temperatures[0]
+        logits = plain(torch.tensor([tokens])).logits[0, start - 1 : -1] / temperature
+        behave = logits.detach() + torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        tops = []
+        for place, token in enumerate(sample.completion_ids):
+            kept = sorted({token, *behave[place].topk(3).indices.tolist()})
+            of_behave, of_theta = behave[place, kept].log_softmax(-1), logits[place, kept].log_softmax(-1)
+            assert (of_behave.exp() * (of_theta - of_behave).exp()).sum().item() == pytest.approx(1)
+            sample.inference_logprobs[place] = of_behave[kept.index(token)].item()
+            tops.append({f"token_id:{at}": value for at, value in zip(kept, of_behave.tolist(), strict=True)})
+            tops[-1]["token_id:0"] = -9999.0
+            expected.append(of_theta[kept.index(token)])
+            entropies.append(-(of_theta.exp() * of_theta).sum())
+        sample.sampler_top = reported.read(sample.completion_ids, sample.inference_logprobs, tops)
+    rows = [Row.from_message(row_from_sample(sample, 64), CPU) for sample in samples]
+    found = [score_row(model, row, row.layout.trained_M, 8192, trains_entropy=True) for row in rows]
+    logprobs, entropy = (
+        torch.cat([each[row.loss_mask] for each, row in zip(parts, rows, strict=True)])
+        for parts in zip(*found, strict=True)
+    )
+    own, own_entropy = torch.stack(expected), torch.stack(entropies)
+    assert torch.allclose(logprobs.double(), own, atol=1e-5)
+    assert torch.allclose(entropy.double(), own_entropy, atol=1e-5)
+    factors = torch.linspace(-1, 1, len(own))
+    ((logprobs + 0.3 * entropy) * factors).sum().backward()
+    ((own + 0.3 * own_entropy) * factors).sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor().double(), other.grad, atol=1e-5), name
+    # Packed in one row, they are the same; where nothing was reported, all tokens count.
+    packed = packed_row(samples)
+    together, _ = score_row(model, packed, packed.layout.trained_M, 8192)
+    assert torch.allclose(together[packed.loss_mask].sort().values, logprobs.sort().values, atol=1e-5)
+    others = dataclasses.replace(packed.sampler_top, is_support_M=torch.zeros_like(packed.sampler_top.is_support_M))
+    over_all, _ = score_row(model, dataclasses.replace(packed, sampler_top=others), packed.layout.trained_M, 8192)
+    alone, _ = score_row(model, dataclasses.replace(packed, sampler_top=None), packed.layout.trained_M, 8192)
+    assert torch.allclose(over_all, alone, atol=1e-5)
 
 
 def test_step_size_counts_trained_tokens_and_sequences(mesh, samples) -> None:

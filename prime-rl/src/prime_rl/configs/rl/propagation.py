@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.configs.algorithms import preset
+from prime_rl.configs.algorithms import MaskedLossConfig, preset, top_measure_of
 from prime_rl.configs.distillation import DistillationConfig
 from prime_rl.configs.inference import InferenceConfig, ParallelConfig, ServerConfig
 from prime_rl.configs.model import ImageLimitsConfig
@@ -488,6 +488,10 @@ def _add_teacher(run: RunTables) -> None:
 
 
 def _ask_for_top_tokens(run: RunTables) -> None:
+    loss = run.get("trainer.loss")
+    own = peek(MaskedLossConfig, loss) if isinstance(loss, dict) and loss.get("type") == "masked" else None
+    if own is not None and top_measure_of(own) is not None:
+        run.override("orchestrator.sampling.top_logprobs", own.top_k, "trainer.loss.top_k")
     distillation, more = run.get("trainer.distillation"), run.get("orchestrator.teachers")
     wanted = peek(DistillationConfig, distillation) if isinstance(distillation, dict) else None
     if wanted is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.algorithms import Algorithm
+from prime_rl.configs.algorithms import Algorithm, top_measure_of
 from prime_rl.configs.critic import advantage_faults
 from prime_rl.configs.data import batch_fault
 from prime_rl.configs.inference import InferenceConfig
@@ -306,6 +306,11 @@ def run_warnings(run: RunSections) -> Iterator[str]:
             "a teacher's log-probabilities are those at temperature 1, and the policy's are those at "
             "orchestrator.sampling.temperature: only 1 compares the same"
         )
+    if run.orchestrator.all_teachers and run.orchestrator.sampling.top_k is not None:
+        yield (
+            "a teacher's log-probabilities are those over all tokens, and the policy's are those over the ones that "
+            "orchestrator.sampling.top_k leaves: only without it are they compared alike"
+        )
     if run.algorithm == "dapo" and run.orchestrator.sampling.max_tokens is None:
         yield "algorithm = 'dapo' has no overlong penalty without orchestrator.sampling.max_tokens"
 
@@ -317,6 +322,8 @@ def _samples_at_one(sampling: SamplingConfig) -> bool:
 def _pairing_faults(run: RunSections) -> Iterator[str]:
     """Settings on which trainer and orchestrator must agree."""
     trainer, orchestrator = run.trainer, run.orchestrator
+    if orchestrator.sampling.top_logprobs is not None and top_measure_of(trainer.loss) is None:
+        yield "orchestrator.sampling.top_logprobs has no effect without trainer.loss.measure = 'top_k_tv' or 'top_k_kl'"
     benches = trainer.bench is not None
     if benches != orchestrator.bench:
         yield "only one of trainer.bench and orchestrator.bench is on: set bench = true at the top instead"

@@ -1,10 +1,11 @@
 """How rollouts are sampled: for training and for evaluation."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from prime_rl.configs.distillation import MAX_TOP_K
 from prime_rl.configs.ranges import (
     LARGEST,
     Count,
@@ -15,7 +16,7 @@ from prime_rl.configs.ranges import (
     TrainTemperature,
     WholeNumber,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, raise_faults
 
 SAMPLED_OTHERWISE: Mapping[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "let a reward, or the filter `repetition`, count against repetition"),
@@ -51,6 +52,8 @@ FIXED_BY_TRAINING: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
+    "top_logprobs": (),
+    "return_tokens_as_token_ids": (),
     "logprobs": (),
     "return_token_ids": (),
 }
@@ -62,8 +65,8 @@ HARMLESS = frozenset(
         "stop stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens "
         "spaces_between_special_tokens chat_template_kwargs add_generation_prompt continue_final_message "
         "add_special_tokens chat_template documents mm_processor_kwargs user metadata store priority "
-        "cache_salt request_id service_tier return_tokens_as_token_ids logprobs return_token_ids "
-        "prompt_logprobs top_logprobs max_tokens max_completion_tokens seed n stream tools tool_choice "
+        "cache_salt request_id service_tier logprobs return_token_ids "
+        "prompt_logprobs max_tokens max_completion_tokens seed n stream tools tool_choice "
         "parallel_tool_calls reasoning_effort truncate_prompt_tokens echo detokenize "
     ).split()
 )
@@ -87,7 +90,7 @@ class TemperatureSchedulerConfig(BaseConfig):
 
 
 class SamplingConfig(BaseConfig):
-    """How training rollouts are sampled. `top_p` is always 1, `top_k` -1 and `min_p` 0."""
+    """How training rollouts are sampled. The trainer computes the probabilities of the same distribution."""
 
     temperature: TrainTemperature | None = None
     """Temperature, by which the trainer divides logits. None is 1.0, unless `temp_scheduler` is set."""
@@ -104,12 +107,48 @@ class SamplingConfig(BaseConfig):
     min_tokens: WholeNumber = 0
     """Minimum tokens per turn. Above 0 makes training off-policy, with a warning."""
 
+    top_k: int | None = Field(None, ge=1, lt=MAX_TOP_K)
+    """Sample from the k likeliest tokens. The engine reports them with every token, and the trainer normalizes over
+    the same ones. None samples from all."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens whose probabilities sum to at least this. Below 1 it needs `top_k`."""
+
+    min_p: Fraction = 0.0
+    """Exclude tokens below this fraction of the likeliest token's probability. Above 0 it needs `top_k`."""
+
+    top_logprobs: int | None = Field(None, ge=1, lt=MAX_TOP_K)
+    """Number of likeliest tokens that the engine reports with every token, for `trainer.loss.measure = "top_k_tv"` and
+    `"top_k_kl"`. `rl` sets it to `trainer.loss.top_k`. None reports none, unless `top_k` is set."""
+
     seed: Seed | None = None
     """Seed of the sampler. Each group of rollouts starts from a hash of it and of the example that was drawn, and its
     rollouts differ. None leaves it to the server."""
 
     extra_body: dict[str, Any] = Field({})
     """Additional keys of the request body. A warning names those that make training off-policy."""
+
+    @property
+    def reported(self) -> int:
+        """Number of tokens that the engine is asked for with every token: one more than are wanted, for the token
+        itself. 0 asks for none."""
+        wanted = max(self.top_k or 0, self.top_logprobs or 0)
+        return wanted + 1 if wanted else 0
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if self.top_k is None and (cut := [f"{n} = {v:g}" for n, v, all_ in self._cuts() if v != all_]):
+            raise_faults(
+                [
+                    f"{' and '.join(cut)} needs top_k, such as top_k = 50: the engine reports the tokens that may be "
+                    f"sampled, at most {MAX_TOP_K - 1}, and the trainer normalizes over them"
+                ]
+            )
+        return self
+
+    def _cuts(self) -> Iterator[tuple[str, float, float]]:
+        yield "top_p", self.top_p, 1.0
+        yield "min_p", self.min_p, 0.0
 
 
 def training_warnings(sampling: SamplingConfig) -> Iterator[str]:
@@ -126,7 +165,8 @@ def training_warnings(sampling: SamplingConfig) -> Iterator[str]:
             continue
         if name in FIXED_BY_TRAINING:
             if value not in FIXED_BY_TRAINING[name]:
-                instead = f"set {section}.temperature" if name == "temperature" else "training samples from all tokens"
+                has_key = name in SamplingConfig.model_fields
+                instead = f"set {section}.{name}" if has_key else "training sets it"
                 yield f"{shown} has no effect on training: {instead}; [orchestrator.eval.sampling] may set it"
         elif name in SAMPLED_OTHERWISE:
             neutral, instead = SAMPLED_OTHERWISE[name]

@@ -185,13 +185,6 @@ NEWER: tuple[Renamed, ...] = (
     *(
         _removed(
             f"orchestrator.sampling.{key}",
-            "training samples from the whole distribution, the one that it trains; [orchestrator.eval.sampling] has it",
-        )
-        for key in ("top_p", "top_k", "min_p")
-    ),
-    *(
-        _removed(
-            f"orchestrator.sampling.{key}",
             f"it makes training off-policy: leave it out, or set extra_body = {{ {key} = ... }}, with a warning",
         )
         for key in ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words")

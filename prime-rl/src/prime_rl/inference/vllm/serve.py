@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from prime_rl.checks.chat_templates import model_template, read_template, tool_call_parser
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.protocol import MAX_PROMPT_LOGPROBS
+from prime_rl.inference.protocol import MAX_TOP_LOGPROBS
 from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.run.process import wait_for_clearance
 from prime_rl.utils.limits import usable_memory_bytes
@@ -45,7 +45,7 @@ def vllm_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
-        "max_logprobs": MAX_PROMPT_LOGPROBS,
+        "max_logprobs": MAX_TOP_LOGPROBS,
         # By default, vLLM fetches whatever address a request names. An empty list means the same. `[vllm]` overrides.
         "allowed_media_domains": [NO_DOMAIN],
         # Not vLLM arguments: our routes read them, because they have no other access to the config.

@@ -199,6 +199,13 @@ def _of_each_reward(group: Group, weights: Mapping[str, float], config: Normaliz
 
 
 def shaped_rewards(group: Group, config: NormalizedAdvantageConfig) -> list[float]:
+    """The rewards of a group with the terms for length, then clip((r + bias) * scaling, -clip, clip), as AReaL's."""
+    bound = math.inf if config.reward_clip is None else config.reward_clip
+    shifted = ((each + config.reward_bias) * config.reward_scaling for each in _with_lengths(group, config))
+    return [min(max(each, -bound), bound) for each in shifted]
+
+
+def _with_lengths(group: Group, config: NormalizedAdvantageConfig) -> list[float]:
     """The rewards of a group with the terms for length that the config adds.
 
     - Soft overlong punishment (Yu et al. 2025, DAPO): -penalty * min(1, max(0, (L - (M - K)) / K)), where L is the

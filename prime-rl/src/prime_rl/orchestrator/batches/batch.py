@@ -59,9 +59,20 @@ class Batch:
         return TrainingBatch(examples=trained, step=step, images=[shown[digest] for digest in sorted(named)])
 
 
-def build_batch(groups: list[Group]) -> Batch:
-    """Convert the rollouts of a step to samples."""
-    return Batch(groups, [(rollout, to_samples(rollout)) for group in groups for rollout in group.rollouts])
+def build_batch(groups: list[Group], *, needs_top: bool = False) -> Batch:
+    """Convert the rollouts of a step to samples. `needs_top`: each has the likeliest tokens that the engine reports.
+
+    Raises:
+        OrchestratorError: one of them has not.
+    """
+    batch = Batch(groups, [(rollout, to_samples(rollout)) for group in groups for rollout in group.rollouts])
+    for rollout, samples in batch.samples if needs_top else ():
+        if any(sample.sampler_top is None and any(sample.completion_mask) for sample in samples):
+            raise OrchestratorError(
+                f"environment {rollout.example.env!r} returns tokens without those that the engine reported beside "
+                "them, as workflows with tensors of their own do: remove orchestrator.sampling.top_k and top_logprobs"
+            )
+    return batch
 
 
 def what_is_left_out(batch: Batch, limit: str) -> str:

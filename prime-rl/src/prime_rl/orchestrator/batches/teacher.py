@@ -26,7 +26,8 @@ from prime_rl.orchestrator.rollouts.token_texts import Alignment, read_tokenizer
 from prime_rl.orchestrator.servers.channel import ChatChannel, OverlongPrompt, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.servers.server import MAX_RETRIES
-from prime_rl.transport.messages import TeacherTop, TrainingSample
+from prime_rl.transport.messages import LikeliestTokens, TrainingSample
+from prime_rl.utils.errors import StartFault
 from prime_rl.utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ class Teachers:
             sample.completion_mask = [False] * len(sample.completion_mask)
             sample.teacher_logprobs = [0.0] * (len(sample.prompt_ids) + len(sample.completion_ids))
             if (top_k := teachers[0][0].top_k) is not None:
-                sample.teacher_top = TeacherTop(self._most_teachers(), top_k, b"", b"", b"")
+                sample.teacher_top = LikeliestTokens(self._most_teachers(), top_k, b"", b"", b"")
             return
         total = sum(config.weight for config, _ in teachers)
         weights = [config.weight / total for config, _ in teachers]
@@ -440,15 +441,18 @@ def _messages_before(rollout: Rollout, number: int) -> list[dict[str, Any]] | st
 
 
 def _tokenizer(model: str) -> Tokenizer:
-    """Raises OrchestratorError: it has no `tokenizer.json`, here or on the hub."""
-    tokenizer = read_tokenizer(model)
-    if tokenizer is None and not Path(model).is_dir():
-        from huggingface_hub import hf_hub_download
+    """Raises OrchestratorError: it has no `tokenizer.json`, here or on the hub, or a damaged one."""
+    try:
+        tokenizer = read_tokenizer(model)
+        if tokenizer is None and not Path(model).is_dir():
+            from huggingface_hub import hf_hub_download
 
-        # huggingface_hub raises errors of many kinds; each means that there is no file.
-        with suppress(OSError, ValueError):
-            hf_hub_download(model, "tokenizer.json")
-            tokenizer = read_tokenizer(model)
+            # huggingface_hub raises errors of many kinds; each means that there is no file.
+            with suppress(OSError, ValueError):
+                hf_hub_download(model, "tokenizer.json")
+                tokenizer = read_tokenizer(model)
+    except StartFault as fault:
+        raise OrchestratorError(f"orchestrator.teacher_model.tokenizer: {fault}") from fault
     if tokenizer is None:
         raise OrchestratorError(
             f"orchestrator.teacher_model.tokenizer: {model!r} has no tokenizer.json, and the texts of both tokenizers "
@@ -471,7 +475,7 @@ def _trained_places(sample: TrainingSample) -> list[int]:
     return [place for place, is_trained in enumerate(mask) if is_trained and place]
 
 
-def _packed(scores: Sequence[Scores], weights: Sequence[float], unused: int) -> TeacherTop:
+def _packed(scores: Sequence[Scores], weights: Sequence[float], unused: int) -> LikeliestTokens:
     """The likeliest tokens of several teachers, side by side, and `unused` empty places with weight 0."""
     places, k = scores[0].top_ids.shape
     ids = np.zeros((places, len(scores) + unused, k), "<i4")
@@ -479,4 +483,4 @@ def _packed(scores: Sequence[Scores], weights: Sequence[float], unused: int) -> 
     for number, each in enumerate(scores):
         ids[:, number], logprobs[:, number] = each.top_ids, each.top_logprobs
     of_places = np.tile(np.array([*weights, *[0.0] * unused], "<f4"), (places, 1))
-    return TeacherTop(len(scores) + unused, k, ids.tobytes(), logprobs.tobytes(), of_places.tobytes())
+    return LikeliestTokens(len(scores) + unused, k, ids.tobytes(), logprobs.tobytes(), of_places.tobytes())

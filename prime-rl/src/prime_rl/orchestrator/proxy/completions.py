@@ -16,9 +16,9 @@ import msgspec
 from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
-from prime_rl.orchestrator.rollouts.replies import ChatReply, VersionSpan
+from prime_rl.orchestrator.rollouts.replies import ChatReply, Reported, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, routed_experts_of
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, likeliest_of, routed_experts_of
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.conversations import NO_IMAGES, has_image
@@ -78,6 +78,7 @@ async def exchange(session: Session, sent: dict[str, Any], continues: bool = Tru
     # Rewards need ids that are unique, whatever an engine does after a restart.
     reply.id = f"chatcmpl-{secrets.token_hex(12)}"
     reply.shown_images = shown
+    reply.reported = Reported.of_request(sent)
     reply.rendering = msgspec.to_builtins(rendering(sent), enc_hook=_plain)
     return answer, reply
 
@@ -208,6 +209,7 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refused: the body asks for something else.
     """
+    reported = Reported.of_request(session.sampling)
     sent = counted(session, _request(session, body))
     answer = await session.server.channel.exchange("/completions", sent)
     try:
@@ -219,7 +221,8 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         count = len(ids)
         prompt = sent["prompt"]
         routes = routed_experts_of(choice.get("routed_experts"), len(prompt) + count)
-        tokens = ModelCall(Prompt.of(prompt), ids, logprobs, [True] * count, details, routes)
+        top = likeliest_of(reported, ids, logprobs, choice["logprobs"].get("top_logprobs") or ())
+        tokens = ModelCall(Prompt.of(prompt), ids, logprobs, [True] * count, details, routes, top=top)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedRollout("a server answered without token ids or log-probabilities") from error
     # A rendering that no chat request has: no conversation continues these tokens.
@@ -243,11 +246,13 @@ def _request(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(400, "input_ids: a list of token ids, and at least one")
     limits = [session.sampling.get("max_completion_tokens"), typed(body, "max_new_tokens", int)]
     known = [limit for limit in limits if type(limit) is int]
-    sent = {name: value for name, value in session.sampling.items() if name != "max_completion_tokens"}
+    chat_only = ("max_completion_tokens", "top_logprobs")
+    sent = {name: value for name, value in session.sampling.items() if name not in chat_only}
     for name, kind in (("stop", str), ("stop_token_ids", int)):
         if given := body.get(name):
             if not isinstance(given, list) or len(given) > MAX_STOPS or not all(type(each) is kind for each in given):
                 raise Refused(400, f"{name}: a list of at most {MAX_STOPS}")
             sent[name] = given
     sent |= {"max_tokens": min(known)} if known else {}
-    return sent | {"model": session.model, "prompt": prompt, "logprobs": 1, "return_token_ids": True}
+    asked = session.sampling.get("top_logprobs", 1)
+    return sent | {"model": session.model, "prompt": prompt, "logprobs": asked, "return_token_ids": True}

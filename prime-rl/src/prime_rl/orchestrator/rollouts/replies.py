@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from prime_rl.orchestrator.errors import InferenceFault
-from prime_rl.transport.messages import ImageReference, RoutedExperts
+from prime_rl.transport.messages import ImageReference, LikeliestTokens, RoutedExperts
 from prime_rl.utils.terminal import cut_inside
+
+TOKEN_NAME = "token_id:"
+EXCLUDED_LOGPROB = -9998.0
+"""Servers answer with -9999 for minus infinity, which JSON has no number for."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -22,8 +28,14 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+
+
 class TokenLogprob(msgspec.Struct):
     logprob: float
+    top_logprobs: list[TopLogprob] | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -58,6 +70,45 @@ class Usage(msgspec.Struct):
     total_tokens: int = 0
 
 
+class Reported(msgspec.Struct, frozen=True):
+    """Which of the likeliest tokens an engine reports with every token."""
+
+    count: int
+    is_support: bool
+    """Whether it samples from these alone."""
+
+    @classmethod
+    def of_request(cls, sent: Mapping[str, Any]) -> Reported | None:
+        """What a request asks for; None if nothing."""
+        if not (count := sent.get("top_logprobs")) or not sent.get("return_tokens_as_token_ids"):
+            return None
+        return cls(count, sent.get("top_k", -1) > 0)
+
+    def read(
+        self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Mapping[str, float]]
+    ) -> LikeliestTokens:
+        """The likeliest tokens of an answer, named `token_id:<id>` in `tops`. Each token itself is among them.
+
+        Raises:
+            ValueError: there are not as many, or they are something else.
+        """
+        of_places = np.zeros((len(ids), self.count), "<i4")
+        values = np.full(of_places.shape, -np.inf, "<f4")
+        for place, (token, logprob, top) in enumerate(zip(ids, logprobs, tops, strict=True)):
+            if not top:
+                raise ValueError(f"none for token {place}")
+            others = {
+                other: each
+                for name, each in top.items()
+                if each > EXCLUDED_LOGPROB and (other := int(name.removeprefix(TOKEN_NAME))) != token
+            }
+            likeliest = heapq.nlargest(self.count - 1, others, key=others.__getitem__)
+            of_places[place, : len(likeliest) + 1] = [token, *likeliest]
+            values[place, : len(likeliest) + 1] = [logprob, *map(others.__getitem__, likeliest)]
+        weights = np.full(len(ids), self.is_support, "<f4")
+        return LikeliestTokens(1, self.count, of_places.tobytes(), values.tobytes(), weights.tobytes())
+
+
 class ChatReply(msgspec.Struct):
     """One chat completion."""
 
@@ -75,6 +126,8 @@ class ChatReply(msgspec.Struct):
     """What the prompt was rendered with besides its messages, such as `tools`. Set by the receiver."""
     shown_images: tuple[ImageReference, ...] = ()
     """The images of the prompt, in order. Set by the receiver."""
+    reported: Reported | None = None
+    """What the request asked for of the likeliest tokens. Set by the receiver."""
 
 
 class TokenizeReply(msgspec.Struct):

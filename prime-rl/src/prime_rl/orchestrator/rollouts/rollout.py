@@ -14,7 +14,7 @@ from prime_rl.orchestrator.errors import MalformedRollout
 from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
 from prime_rl.orchestrator.workers.inside.reward_records import KEY as REWARD_ERRORS
 from prime_rl.orchestrator.workers.inside.reward_records import OVERLONG_PROMPT
-from prime_rl.transport.messages import RoutedExperts, TrainingSample
+from prime_rl.transport.messages import LikeliestTokens, RoutedExperts, TrainingSample
 from prime_rl.utils.errors import one_line
 
 MAX_REWARD = 1e15
@@ -289,6 +289,7 @@ def _as_kept(call: ModelCall, turn: Mapping[str, Any]) -> ModelCall | None:
         inference_logprobs=call.inference_logprobs[:count],
         completion_mask=call.completion_mask[:count] if completion_mask is None else list(map(bool, completion_mask)),
         routed_experts=routes,
+        top=None if call.top is None else call.top.places(count),
     )
 
 
@@ -396,6 +397,7 @@ def _open(call: ModelCall) -> TrainingSample:
         inference_logprobs=list(call.inference_logprobs),
         completion_temperatures=[],
         routed_experts=call.routes,
+        sampler_top=call.top,
     )
 
 
@@ -404,6 +406,11 @@ def _append(sample: TrainingSample, call: ModelCall, environment_ids: list[int])
         known, routes = sample.routed_experts, call.routes
         rest = None if routes is None else routes.tokens(len(known))
         sample.routed_experts = RoutedExperts.joined([known, rest])
+    if sample.sampler_top is not None and call.top is not None:
+        nothing = call.top.chosen([-1] * len(environment_ids))
+        sample.sampler_top = LikeliestTokens.joined([sample.sampler_top, nothing, call.top])
+    else:
+        sample.sampler_top = None
     sample.completion_ids += environment_ids + call.completion_ids
     sample.completion_mask += [False] * len(environment_ids) + call.completion_mask
     sample.inference_logprobs += [0.0] * len(environment_ids) + call.inference_logprobs

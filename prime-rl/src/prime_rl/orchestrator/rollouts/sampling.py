@@ -37,22 +37,23 @@ def scheduled_temperature(schedule: TemperatureSchedulerConfig, step: int, max_s
 def train_sampling_args(config: SamplingConfig, temperature: float) -> dict[str, Any]:
     """Sampling arguments of training requests, in verifiers' form.
 
-    The trainer recomputes log-probabilities from the temperature alone, so nothing else may change the distribution:
-    temperature, top-p, top-k and min-p override `extra_body`, and `training_warnings` names what does change it.
+    The trainer recomputes log-probabilities from the temperature and the tokens that top-k, top-p and min-p kept, so
+    nothing else may change the distribution: these override `extra_body`, and `training_warnings` names what does.
     """
     extra = {name: value for name, value in config.extra_body.items() if name not in FIXED_BY_TRAINING}
     return {
         "temperature": temperature,
-        "top_p": 1.0,
+        "top_p": config.top_p,
         "logprobs": True,
         **_set(max_tokens=config.max_tokens, seed=config.seed),
         "extra_body": {
             **extra,
             "return_token_ids": True,
-            "top_k": -1,
-            "min_p": 0.0,
+            "top_k": -1 if config.top_k is None else config.top_k,
+            "min_p": config.min_p,
             "min_tokens": config.min_tokens,
             "repetition_penalty": config.repetition_penalty,
+            **({"top_logprobs": config.reported, "return_tokens_as_token_ids": True} if config.reported else {}),
         },
     }
 

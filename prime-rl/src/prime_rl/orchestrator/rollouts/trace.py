@@ -7,15 +7,15 @@ A trace does not depend on who makes the calls. The chat client of an environmen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgspec
 
 from prime_rl.orchestrator.errors import MalformedRollout
-from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, VersionSpan, read_routed_experts
-from prime_rl.transport.messages import ImageReference, RoutedExperts
+from prime_rl.orchestrator.rollouts.replies import ChatReply, Choice, Reported, VersionSpan, read_routed_experts
+from prime_rl.transport.messages import ImageReference, LikeliestTokens, RoutedExperts
 
 
 class CallDetails(msgspec.Struct, frozen=True):
@@ -105,6 +105,8 @@ class ModelCall:
     answer with them."""
     images: tuple[ImageReference, ...] = ()
     """The images of its prompt, in the order of their tokens. Those of equal size have equal tokens."""
+    top: LikeliestTokens | None = field(default=None, repr=False)
+    """The likeliest tokens at each of the M places. None if the request did not ask for them."""
 
     def __post_init__(self) -> None:
         """
@@ -122,7 +124,7 @@ class ModelCall:
         """The call that one choice of `reply` answers; None if it has no token ids or log-probabilities.
 
         Raises:
-            MalformedRollout: it does not have as many of both, or as many routed experts.
+            MalformedRollout: it does not have as many of both, or as many routed experts or likeliest tokens.
         """
         logprobs = None if choice.logprobs is None else choice.logprobs.content
         if reply.prompt_token_ids is None or choice.token_ids is None or logprobs is None:
@@ -137,6 +139,12 @@ class ModelCall:
                 choice.routed_experts, len(reply.prompt_token_ids) + len(choice.token_ids)
             ),
             images=reply.shown_images,
+            top=likeliest_of(
+                reply.reported,
+                choice.token_ids,
+                [token.logprob for token in logprobs],
+                [{each.token: each.logprob for each in token.top_logprobs or ()} for token in logprobs],
+            ),
         )
 
     @property
@@ -200,6 +208,22 @@ def routed_experts_of(answer: str | None, tokens: int) -> RoutedExperts | None:
     if len(routes) != tokens - 1:
         raise MalformedRollout(f"a server answered with the routed experts of {len(routes)} tokens, not {tokens - 1}")
     return routes
+
+
+def likeliest_of(
+    reported: Reported | None, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Mapping[str, float]]
+) -> LikeliestTokens | None:
+    """The likeliest tokens of an answer, if its request asked for them.
+
+    Raises:
+        MalformedRollout: the answer does not have them.
+    """
+    if reported is None:
+        return None
+    try:
+        return reported.read(ids, logprobs, tops)
+    except ValueError as error:
+        raise MalformedRollout(f"a server answered with malformed top_logprobs: {error}") from error
 
 
 @dataclass(slots=True)

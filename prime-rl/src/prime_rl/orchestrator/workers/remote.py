@@ -33,7 +33,7 @@ from prime_rl.orchestrator.workers.process import RestartingProcess, WorkerSpec,
 from prime_rl.run.paths import OrchestratorPaths
 from prime_rl.run.process import helper_heartbeat_env, own_beats, server_name
 from prime_rl.storage.staging import StoredImages
-from prime_rl.transport.messages import ImageReference, RoutedExperts
+from prime_rl.transport.messages import ImageReference, LikeliestTokens, RoutedExperts
 from prime_rl.utils.images import ImageLimits, ShownImages
 
 
@@ -193,6 +193,7 @@ def packed(recorded: Recorded) -> list[dict[str, Any]]:
             "details": call.details.to_builtins(),
             "routed_experts": msgspec.to_builtins(call.routed_experts),
             "images": msgspec.to_builtins(call.images),
+            "top": msgspec.to_builtins(call.top),
         }
         for name, call in recorded
     ]
@@ -207,6 +208,7 @@ class _Call(msgspec.Struct):
     earlier: int | None = None
     routed_experts: RoutedExperts | None = None
     images: tuple[ImageReference, ...] = ()
+    top: LikeliestTokens | None = None
 
 
 def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
@@ -219,7 +221,8 @@ def unpacked(values: Any) -> list[tuple[str, ModelCall]]:
             earlier = trace.calls[each.earlier]
             prompt = Prompt(each.prompt, None, earlier, earlier.total_tokens)
         mask = [True] * len(each.completion)
-        call = ModelCall(prompt, each.completion, each.logprobs, mask, each.details, each.routed_experts, each.images)
+        parts = (each.details, each.routed_experts, each.images, each.top)
+        call = ModelCall(prompt, each.completion, each.logprobs, mask, *parts)
         trace.calls.append(call)
         recorded.append((each.id, call))
     return recorded

@@ -410,9 +410,29 @@ def logprobs_and_entropies(
     if vocab_chunk is not None and has_plain_logits(head, model):
         logprobs, entropies = fused_logprobs(hidden, head.weight, labels, temperatures, vocab_chunk, head_product(head))
         return logprobs, entropies if trains_entropy else entropies.detach()
-    chunk_logprobs = functools.partial(_chunk_logprobs, logits_of, trains_entropy)
-    chunk = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
-    return _plain_logprobs(chunk_logprobs, hidden, labels, temperatures, chunk)
+    chunk = functools.partial(_chunk_logprobs, logits_of, trains_entropy)
+    logprobs, entropies = _in_chunks(chunk, (hidden, labels, temperatures), model.config.get_text_config().vocab_size)
+    return logprobs, entropies
+
+
+def logprobs_beside_sampler(
+    model: PreTrainedModel,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    ids_NK: Tensor,
+    is_support_N: Tensor,
+    logits_of: LogitsOf,
+    trains_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `logprobs_and_entropies` returns for `inputs` (hidden states, labels, temperatures), and log-probabilities
+    [N, K] of the sampler's tokens `ids_NK` without gradient; -1 is no token and has minus infinity.
+
+    With `is_support_N` the distribution of a token is that over its `ids_NK` alone, from which it was sampled. So the
+    ratio of both policies is that of two distributions on the same tokens, whose mean under the sampler is 1.
+    """
+    chunk = functools.partial(_chunk_beside_sampler, logits_of, trains_entropy)
+    vocab_size = model.config.get_text_config().vocab_size
+    logprobs, entropies, of_sampler = _in_chunks(chunk, (*inputs, ids_NK, is_support_N), vocab_size)
+    return logprobs, entropies, of_sampler
 
 
 def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
@@ -421,23 +441,19 @@ def has_plain_logits(head: nn.Module, model: PreTrainedModel) -> bool:
     return isinstance(head, nn.Linear) and is_plain(head) and not is_changed
 
 
-def _plain_logprobs(
-    chunk_logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    hidden: Tensor,
-    labels: Tensor,
-    temperatures: Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, [N] each, from the model's own logits, in chunks of tokens.
+def _in_chunks(
+    function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], vocab_size: int
+) -> tuple[Tensor, ...]:
+    """The function's results for N tokens, from the model's own logits of some tokens at a time.
 
-    Used for heads with a bias, a scale, a soft cap or an adapter.
+    Used for heads with a bias, a scale, a soft cap or an adapter, and beside a sampler.
     """
-    if len(labels) <= chunk:
-        return chunk_logprobs(hidden, labels, temperatures)
-    chunks = zip(hidden.split(chunk), labels.split(chunk), temperatures.split(chunk), strict=True)
-    scored = (checkpoint(chunk_logprobs, *inputs, use_reentrant=False) for inputs in chunks)
-    logprobs, entropies = zip(*scored, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    chunk = max(1, MAX_LOGITS // vocab_size)
+    if len(inputs[0]) <= chunk:
+        return function(*inputs)
+    chunks = zip(*(values.split(chunk) for values in inputs), strict=True)
+    scored = (checkpoint(function, *each, use_reentrant=False) for each in chunks)
+    return tuple(torch.cat(parts) for parts in zip(*scored, strict=True))
 
 
 def _chunk_logprobs(
@@ -447,3 +463,31 @@ def _chunk_logprobs(
     with nullcontext() if trains_entropy else torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return -nn.functional.nll_loss(log_softmax, labels, reduction="none"), entropy
+
+
+def _chunk_beside_sampler(
+    logits_of: LogitsOf,
+    trains_entropy: bool,
+    hidden: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    ids_NK: Tensor,
+    is_support_N: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits_of(hidden).float() / temperatures[:, None]
+    of_sampler = logits.gather(1, ids_NK.clamp(min=0)).masked_fill(ids_NK < 0, -torch.inf)
+    # Without a support there may be no token at all, whose sum has the gradient NaN.
+    of_support = of_sampler.masked_fill(~is_support_N[:, None], 0.0)
+    log_norm = torch.where(is_support_N, of_support.logsumexp(-1), logits.logsumexp(-1))[:, None]
+    with nullcontext() if trains_entropy else torch.no_grad():
+        entropy = torch.where(is_support_N, _entropy(of_support - log_norm), _entropy(logits - log_norm))
+    logprobs = logits.gather(1, labels[:, None])[:, 0] - log_norm[:, 0]
+    return logprobs, entropy, (of_sampler - log_norm).detach()
+
+
+def _entropy(logprobs_NK: Tensor) -> Tensor:
+    """A probability of 0 has minus infinity, and adds nothing."""
+    return -(logprobs_NK.exp() * logprobs_NK.clamp(min=_LEAST_LOGPROB)).sum(-1)
+
+
+_LEAST_LOGPROB = -1e4

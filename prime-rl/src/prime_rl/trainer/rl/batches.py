@@ -31,9 +31,9 @@ from prime_rl.transport import (
 )
 from prime_rl.transport.messages import (
     ImageReference,
+    LikeliestTokens,
     MicroBatch,
     RoutedExperts,
-    TeacherTop,
     TrainingBatch,
     TrainingSample,
 )
@@ -106,10 +106,16 @@ def find_fault(sample: TrainingSample, vocab_size: int | None = None) -> str | N
     if sample.teacher_top is not None:
         trained = sum(_loss_mask(sample))
         top_ids = np.frombuffer(sample.teacher_top.ids, np.int32)
-        if (fault := sample.teacher_top.fault(trained)) is not None:
+        if (fault := sample.teacher_top.fault(trained, "teacher_top")) is not None:
             return fault
         if vocab_size is not None and len(top_ids) and not 0 <= top_ids.min() <= top_ids.max() < vocab_size:
             return f"a teacher names the token id {top_ids.max()}, and the model has embeddings for 0..{vocab_size - 1}"
+    if sample.sampler_top is not None:
+        top_ids = np.frombuffer(sample.sampler_top.ids, np.int32)
+        if (fault := sample.sampler_top.fault(completion, "sampler_top")) is not None:
+            return fault
+        if vocab_size is not None and len(top_ids) and not 0 <= top_ids.min() <= top_ids.max() < vocab_size:
+            return f"the engine names the token id {top_ids.max()}, and the model has 0..{vocab_size - 1}"
     if sample.routed_experts is not None and len(sample.routed_experts) != prompt + completion:
         return f"routed_experts has {len(sample.routed_experts)} entries for {prompt + completion} tokens"
     if sample.pixel_values is not None or sample.image_grid_thw is not None:
@@ -173,8 +179,15 @@ def row_from_sample(
         teacher_top=sample.teacher_top,
         routed_experts=sample.routed_experts,
         images=[[images[digest] for digest in sample.images]] if sample.images and images else None,
+        sampler_top=None if sample.sampler_top is None else _at_trained(sample, sample.sampler_top),
     )
     return row if length <= seq_len else _cut(row, seq_len)
+
+
+def _at_trained(sample: TrainingSample, top: LikeliestTokens) -> LikeliestTokens:
+    """What the engine reported of a sample's trained tokens: nothing of a prompt's."""
+    start = len(sample.prompt_ids)
+    return top.chosen([max(place - start, -1) for place, is_trained in enumerate(_loss_mask(sample)) if is_trained])
 
 
 def _loss_mask(sample: TrainingSample) -> list[bool]:
@@ -235,6 +248,7 @@ def distribute(rows: Sequence[MicroBatch], data_ranks: int) -> list[list[MicroBa
         advantages=[0.0] * len(rows[-1].advantages),
         kept_as=None,
         teacher_top=None if rows[-1].teacher_top is None else rows[-1].teacher_top.places(0),
+        sampler_top=None if rows[-1].sampler_top is None else rows[-1].sampler_top.places(0),
     )
     assigned = [*rows, *[filler] * missing]
     return [assigned[rank::data_ranks] for rank in range(data_ranks)]
@@ -254,23 +268,18 @@ def _join(rows: Sequence[MicroBatch]) -> MicroBatch:
         teacher_logprobs=[value for row in rows for value in row.teacher_logprobs or []] if with_teacher else None,
         versions=[value for row in rows for value in row.versions or [-1] * len(row.input_ids)],
         kept_as=_join_kept(rows),
-        teacher_top=_join_tops([row.teacher_top for row in rows]),
+        teacher_top=_join_tops([row.teacher_top for row in rows], "a teacher's likeliest tokens"),
+        sampler_top=_join_tops([row.sampler_top for row in rows], "likeliest tokens from the engine"),
         routed_experts=RoutedExperts.joined([row.routed_experts for row in rows]),
         images=_join_images(rows),
     )
 
 
-def _join_tops(tops: Sequence[TeacherTop | None]) -> TeacherTop | None:
-    given = [top for top in tops if top is not None]
-    if not given:
-        return None
-    first = given[0]
-    if len(given) < len(tops) or any((top.teachers, top.k) != (first.teachers, first.k) for top in given):
-        raise TrainerError("the samples of the training batch have different numbers of a teacher's likeliest tokens")
-    ids, logprobs, weights = (
-        b"".join(parts) for parts in zip(*((t.ids, t.logprobs, t.weights) for t in given), strict=True)
-    )
-    return TeacherTop(first.teachers, first.k, ids, logprobs, weights)
+def _join_tops(tops: Sequence[LikeliestTokens | None], what: str) -> LikeliestTokens | None:
+    try:
+        return LikeliestTokens.joined(tops)
+    except ValueError as error:
+        raise TrainerError(f"the samples of the training batch have different numbers of {what}") from error
 
 
 def _join_kept(rows: Sequence[MicroBatch]) -> list[list[int] | None] | None:
@@ -290,7 +299,8 @@ def _cut(row: MicroBatch, length: int) -> MicroBatch:
     cut = {name: values[:length] for name, values in fields.items() if isinstance(values, list)}
     top = None if row.teacher_top is None else row.teacher_top.places(sum(cut["loss_mask"]))
     routes = None if row.routed_experts is None else row.routed_experts.tokens(end=length)
-    return msgspec.structs.replace(row, **cut, teacher_top=top, routed_experts=routes)
+    sampled = None if row.sampler_top is None else row.sampler_top.places(sum(cut["loss_mask"]))
+    return msgspec.structs.replace(row, **cut, teacher_top=top, routed_experts=routes, sampler_top=sampled)
 
 
 EndpointT = TypeVar("EndpointT", BatchReceiver, MicroBatchSender, MicroBatchReceiver)

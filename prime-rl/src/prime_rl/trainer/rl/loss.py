@@ -33,7 +33,9 @@ from prime_rl.configs.algorithms import (
     PenaltiesConfig,
     SoftLossConfig,
     SurrogateLossConfig,
+    TopMeasure,
     TruncatedLossConfig,
+    top_measure_of,
 )
 from prime_rl.monitors.stats import Stats
 from prime_rl.trainer.process.errors import TrainerError
@@ -75,6 +77,8 @@ class Tokens:
     entropy: Tensor | None = None
     is_dropped: Tensor | None = None
     """Tokens that the second moment of the whole update excludes; None if it is not limited."""
+    divergence: Tensor | None = None
+    """Of the sampling policy from the trained one, over the sampler's likeliest tokens; None if it is not limited."""
 
     def parts(self, level: Literal["turn", "sequence"]) -> Sequences:
         return self.sequences if level == "sequence" or self.turns is None else self.turns
@@ -133,15 +137,18 @@ def masked_objective(tokens: Tokens, config: MaskedLossConfig) -> tuple[Tensor, 
     - DPPO (Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning): M_t is 0 if the divergence of
       theta from behave exceeds the limit and the loss would increase it: r_t > 1 with A_t > 0, or r_t < 1 with A_t < 0.
       The divergence is that of two events, the token and all others, with p = behave_t and q = theta_t:
-      |p - q| (total variation), or p*log(p/q) + (1-p)*log((1-p)/(1-q)) (KL).
+      |p - q| (total variation), or p*log(p/q) + (1-p)*log((1-p)/(1-q)) (KL). With `top_k_tv` and `top_k_kl`, it is
+      that over the sampler's likeliest tokens (`top_divergence`).
     """
     ratio = importance_ratio(tokens.logprobs, tokens.inference_logprobs)
     own = ratio.detach()
     if config.measure == "second_moment":
         is_dropped = torch.zeros_like(own, dtype=torch.bool) if tokens.is_dropped is None else tokens.is_dropped
     else:
-        p, q = tokens.inference_logprobs.exp(), tokens.logprobs.detach().exp()
-        divergence = (p - q).abs() if config.measure == "tv" else binary_kl(p, q)
+        divergence = tokens.divergence
+        if divergence is None:
+            p, q = tokens.inference_logprobs.exp(), tokens.logprobs.detach().exp()
+            divergence = (p - q).abs() if config.measure == "tv" else binary_kl(p, q)
         moves_away = torch.where(tokens.advantages > 0, own > 1, (own < 1) & (tokens.advantages < 0))
         is_dropped = (divergence > config.limit) & moves_away
     if config.ratio_cap is not None:
@@ -155,6 +162,19 @@ def binary_kl(p: Tensor, q: Tensor) -> Tensor:
     tiny = torch.finfo(q.dtype).tiny  # a probability of 0 or 1 has a large divergence, not NaN
     others = torch.xlogy(1 - p, 1 - p) - (1 - p) * (1 - q).clamp(min=tiny).log()
     return torch.xlogy(p, p) - p * q.clamp(min=tiny).log() + others
+
+
+def top_divergence(behave_MK: Tensor, own_MK: Tensor, measure: TopMeasure) -> Tensor:
+    """The divergence [M] of theta from behave over the k likeliest tokens of behave, the token itself, and all others
+    as one outcome: half the sum of |p - q|, or the sum of p*log(p/q), p of behave and q of theta (DPPO's top-k forms).
+
+    Both are given by log-probabilities; minus infinity is no token.
+    """
+    p, q = behave_MK.exp(), own_MK.exp()
+    p, q = (torch.cat([each, (1 - each.sum(-1, keepdim=True)).clamp(min=0)], -1) for each in (p, q))
+    if measure == "top_k_tv":
+        return (p - q).abs().sum(-1) / 2
+    return (torch.xlogy(p, p) - p * q.clamp(min=torch.finfo(q.dtype).tiny).log()).sum(-1)
 
 
 def largest_kept_square(squares: Tensor, limit: float) -> float:
@@ -372,6 +392,8 @@ class LossInputs:
     """Entropy of the distribution that each token is drawn from. It has a gradient if `entropy_coef` needs one."""
     is_dropped: Tensor | None = None
     """Tokens that the second moment of the whole update excludes; None if it is not limited."""
+    divergence: Tensor | None = None
+    """Of the sampling policy from the trained one, for `measure = "top_k_tv"` and `"top_k_kl"`; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +425,8 @@ class Loss:
     """Uses only log-probabilities inside the mask, so that others need not be computed."""
     needs_proximal: bool = False
     """Uses the log-probabilities of the policy at the start of the step."""
+    top_measure: TopMeasure | None = None
+    """Uses this divergence over the likeliest tokens of the policy that sampled."""
     max_second_moment: float | None = None
     """Limit of the mean squared log-ratio of an update, which decides before it which tokens are dropped."""
     trains_entropy: bool = False
@@ -443,6 +467,7 @@ def setup_loss(config: LossConfig) -> Loss:
         per_token=config.average == "token",
         masked_in_only=True,
         needs_proximal=isinstance(config, DecoupledLossConfig) and config.proximal == "recomputed",
+        top_measure=top_measure_of(config),
         max_second_moment=limit,
         trains_entropy=trains_entropy,
         penalties=config,
@@ -476,6 +501,7 @@ def tokens_of(inputs: LossInputs, layout: RowLayout) -> Tokens:
         if_given(inputs.age),
         if_given(inputs.entropy),
         if_given(inputs.is_dropped),
+        if_given(inputs.divergence),
     )
 
 

@@ -26,13 +26,14 @@ from prime_rl.trainer.model.scoring import (
     AUTO_VOCAB_CHUNK,
     LogitsOf,
     logprobs_and_entropies,
+    logprobs_beside_sampler,
     replaying,
     score_tokens,
     scoring_of,
     seeing,
 )
 from prime_rl.trainer.process.errors import TrainerError
-from prime_rl.transport.messages import MicroBatch, RoutedExperts, TeacherTop
+from prime_rl.transport.messages import LikeliestTokens, MicroBatch, RoutedExperts
 from prime_rl.transport.weights import to_device
 
 
@@ -181,6 +182,40 @@ class Estimates:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerTop:
+    """The likeliest tokens of the policy that sampled, at M places; the token itself is among them."""
+
+    ids_MK: Tensor
+    """-1: no token."""
+    logprobs_MK: Tensor
+    """At the temperature of the sample, and minus infinity where there is no token."""
+    is_support_M: Tensor
+    """Whether the token was sampled from these alone, by top-k, top-p or min-p."""
+
+    @classmethod
+    def of(cls, message: LikeliestTokens, device: torch.device) -> Self:
+        top = top_tokens(message, device)
+        ids_MK, logprobs_MK = top.ids_MNK[:, 0], top.logprobs_MNK[:, 0]
+        return cls(ids_MK.masked_fill(logprobs_MK.isneginf(), -1), logprobs_MK, top.weights_MN[:, 0] > 0)
+
+    def log_unreported(self) -> Tensor:
+        """-log of the probability of the tokens of a support that were reported, [M]: 0 but for rounding, unless an
+        engine also keeps tokens that are as likely as the last of `top_k`. Those count on neither side."""
+        return torch.where(self.is_support_M, -self.logprobs_MK.logsumexp(-1), 0.0)
+
+    def at(self, places_P: Tensor, layout: RowLayout, tokens: int) -> tuple[Tensor, Tensor]:
+        """Ids [P, K] and `is_support` [P] at places of a row of T tokens; no tokens where none is trained."""
+        number_T = self.ids_MK.new_full((tokens,), -1)
+        number_T[layout.trained_M] = torch.arange(len(self.ids_MK), device=number_T.device)
+        number_P = number_T[places_P]
+        if not len(self.ids_MK):  # a row that only keeps processes in step
+            return self.ids_MK.new_full((len(places_P), self.ids_MK.shape[1]), -1), number_P >= 0
+        known_P = number_P.clamp(min=0)
+        ids_PK = self.ids_MK[known_P].masked_fill((number_P < 0)[:, None], -1)
+        return ids_PK, self.is_support_M[known_P] & (number_P >= 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A packed row of T tokens in one or more sequences. Tensors are [T] and on the model's device."""
 
@@ -212,6 +247,8 @@ class Row:
     """A critic's; None without one."""
     kept_as: list[list[int] | None] | None = None
     """For each sequence, the kept rollout that it belongs to, as in `TrainingSample`. None if no sequence is kept."""
+    sampler_top: SamplerTop | None = None
+    """At the M trained tokens. None if the engine did not report them."""
     routed_experts: Tensor | None = None
     """The experts [T, layers, k] that the engine chose, for `trainer.enable_router_replay`. None: the model chooses."""
     images: Callable[[], RowImages | None] | None = None
@@ -231,13 +268,18 @@ class Row:
         versions = message.versions or [-1] * len(message.input_ids)
         # What was not sampled has the log-probability 0.
         sampled = torch.tensor(message.inference_logprobs) != 0
+        layout = RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device, sampled)
+        inference_logprobs = floats(message.inference_logprobs)
+        sampler_top = None if message.sampler_top is None else SamplerTop.of(message.sampler_top, device)
+        if sampler_top is not None:
+            inference_logprobs.index_add_(0, layout.trained_M, sampler_top.log_unreported())
         return cls(
-            layout=RowLayout.of_mask(loss_mask, sequence_lengths(position_ids), device, sampled),
+            layout=layout,
             input_ids=to_device(torch.tensor(message.input_ids), device),
             position_ids=position_ids,
             loss_mask=to_device(loss_mask, device),
             advantages=floats(message.advantages),
-            inference_logprobs=floats(message.inference_logprobs),
+            inference_logprobs=inference_logprobs,
             temperatures=floats(message.temperatures),
             teacher_logprobs=None if message.teacher_logprobs is None else floats(message.teacher_logprobs),
             versions=to_device(torch.tensor(versions), device),
@@ -245,6 +287,7 @@ class Row:
             minibatch=message.minibatch,
             kept_as=message.kept_as,
             teacher_top=None if message.teacher_top is None else top_tokens(message.teacher_top, device),
+            sampler_top=sampler_top,
             routed_experts=None if message.routed_experts is None else expert_ids(message.routed_experts, device),
             images=None if message.images is None or images is None else _reader_of(message, images),
         )
@@ -275,14 +318,14 @@ def _reader_of(message: MicroBatch, images: Images) -> Callable[[], RowImages | 
     return partial(images.of_row, sequences, len(message.input_ids))
 
 
-def top_tokens(top: TeacherTop, device: torch.device) -> TopTokens:
+def top_tokens(top: LikeliestTokens, device: torch.device) -> TopTokens:
     def on_device(values: bytes, dtype: str, *shape: int) -> Tensor:
         # A copy: the message's bytes are read-only.
         return to_device(torch.from_numpy(np.frombuffer(values, dtype).reshape(-1, *shape).copy()), device)
 
-    ids = on_device(top.ids, "<i4", top.teachers, top.k).long()
+    ids = on_device(top.ids, "<i4", top.sources, top.k).long()
     return TopTokens(
-        ids, on_device(top.logprobs, "<f4", top.teachers, top.k), on_device(top.weights, "<f4", top.teachers)
+        ids, on_device(top.logprobs, "<f4", top.sources, top.k), on_device(top.weights, "<f4", top.sources)
     )
 
 
@@ -324,6 +367,20 @@ def vocab_chunk_of(config: ModelConfig) -> int | None:
     return AUTO_VOCAB_CHUNK if config.fused_lm_head_chunk_size == "auto" else config.fused_lm_head_chunk_size
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model says of a row of T tokens."""
+
+    logprobs: Tensor
+    """float32 [T]"""
+    entropy: Tensor
+    """float32 [T]"""
+    divergence_M: Tensor
+    """From the row's teachers at its trained tokens; zeros unless asked for."""
+    of_sampler_PK: Tensor | None
+    """Log-probabilities of the sampler's likeliest tokens at each target. None if the row does not have them."""
+
+
 def score_row(
     model: PreTrainedModel, row: Row, targets: Tensor, vocab_chunk: int | None, trains_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -335,41 +392,48 @@ def score_row(
     targets have the values of a uniform distribution.
     `targets` must not contain 0, which nothing predicts.
     """
-    return score_beside_teacher(model, row, targets, vocab_chunk, trains_entropy, None)[:2]
+    scored = score_whole(model, row, targets, vocab_chunk, trains_entropy)
+    return scored.logprobs, scored.entropy
 
 
-def score_beside_teacher(
+def score_whole(
     model: PreTrainedModel,
     row: Row,
     targets: Tensor,
     vocab_chunk: int | None,
-    trains_entropy: bool,
-    beta: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `score_row` returns, and the divergences [M] from the row's teachers at its trained tokens; zeros without
-    `beta`. The tokens of a row with divergences cannot be divided: the config refuses `model.cp`
-    and `model.tp` with them."""
+    trains_entropy: bool = False,
+    beta: float | None = None,
+) -> Scored:
+    """What `score_row` returns, and with `beta` the divergences from the row's teachers. The tokens of a row with
+    divergences cannot be divided: the config refuses `model.cp` and `model.tp` with them."""
     vocab_size = model.config.get_text_config().vocab_size
     tops = None if beta is None else row.teacher_top
     places = targets if tops is None else torch.cat((targets, row.layout.trained_M))
 
     def score(
-        hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden: Tensor, logits_of: LogitsOf, labels: Tensor, temperatures: Tensor, *sampler: Tensor
+    ) -> tuple[Tensor, ...]:
         count = len(labels) if tops is None else len(targets)
         inputs = (hidden[:count], labels[:count], temperatures[:count])
-        scored = logprobs_and_entropies(model, *inputs, logits_of, vocab_chunk, trains_entropy)
+        scored: tuple[Tensor, ...]
+        if sampler:
+            ids, is_support = (each[:count] for each in sampler)
+            scored = logprobs_beside_sampler(model, inputs, ids, is_support, logits_of, trains_entropy)
+        else:
+            scored = logprobs_and_entropies(model, *inputs, logits_of, vocab_chunk, trains_entropy)
         if beta is None or tops is None:
-            return *scored, torch.zeros_like(scored[0])
-        return *scored, divergences(hidden[count:], logits_of, tops, beta, vocab_size)
+            return torch.zeros_like(scored[0]), *scored
+        return divergences(hidden[count:], logits_of, tops, beta, vocab_size), *scored
 
     # A token is predicted at the one before.
-    given = (row.input_ids[places], row.temperatures[places - 1])
+    given = [row.input_ids[places], row.temperatures[places - 1]]
+    if row.sampler_top is not None:
+        given += row.sampler_top.at(places, row.layout, len(row.input_ids))
     with replaying(model, row.routed_experts), seeing(model, None if row.images is None else row.images()):
-        scored, scored_entropy, divergence = score_tokens(
+        divergence, own, own_entropy, *of_sampler = score_tokens(
             model, row.input_ids[None], row.position_ids[None], score, places - 1, given, uses_last=False
         )
     log_vocab = math.log(vocab_size)
-    logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), scored)
-    entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), scored_entropy)
-    return logprobs, entropy, divergence
+    logprobs = torch.full_like(row.temperatures, -log_vocab).index_put((targets,), own)
+    entropy = torch.full_like(row.temperatures, log_vocab).index_put((targets,), own_entropy)
+    return Scored(logprobs, entropy, divergence, of_sampler[0] if of_sampler else None)

@@ -26,9 +26,9 @@ from prime_rl.trainer.process.errors import TrainerError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.process.world import Process
 from prime_rl.trainer.rl.kept_logprobs import KeptLogprobs
-from prime_rl.trainer.rl.loss import Loss, LossInputs, kl_in_rewards, largest_kept_square
+from prime_rl.trainer.rl.loss import Loss, LossInputs, kl_in_rewards, largest_kept_square, top_divergence
 from prime_rl.trainer.rl.metrics import MetricValues
-from prime_rl.trainer.rl.rows import Row, score_beside_teacher, score_row
+from prime_rl.trainer.rl.rows import Row, Scored, score_row, score_whole
 from prime_rl.utils.logger import get_logger
 from prime_rl.utils.pydantic_config import load_config
 
@@ -157,9 +157,8 @@ class ForwardBackward:
                 # Nobody sampled these tokens, so they have no temperature. Each is predicted at the one before.
                 at_one = row.temperatures.index_fill(0, observed_O - 1, 1.0)
                 row, targets = dataclasses.replace(row, temperatures=at_one), torch.cat((targets, observed_O))
-            logprobs, entropy, divergence = score_beside_teacher(
-                self.model, row, targets, self.vocab_chunk, self.loss.trains_entropy, self._beta(row)
-            )
+            scored = score_whole(self.model, row, targets, self.vocab_chunk, self.loss.trains_entropy, self._beta(row))
+            logprobs, entropy = scored.logprobs, scored.entropy
             inputs = LossInputs(
                 trainer_logprobs=logprobs,
                 inference_logprobs=row.inference_logprobs,
@@ -171,6 +170,7 @@ class ForwardBackward:
                 age=row.age,
                 entropy=entropy,
                 is_dropped=row.is_dropped,
+                divergence=self._divergence(row, scored),
             )
             losses = self.loss.row_losses(inputs, row.layout) if row.trained_tokens else None
             # The backward pass is a collective, so rows without a trained sequence take part in it too.
@@ -178,7 +178,7 @@ class ForwardBackward:
             if self.distillation is not None and losses is not None:
                 # Its mean is over trained tokens, whatever the loss divides by.
                 share = self.distillation.weight * divisor / max(1, size.trained_tokens)
-                sums_S = row.layout.sequences.sum(divergence)
+                sums_S = row.layout.sequences.sum(scored.divergence_M)
                 total = total + share * sums_S.sum()
                 losses = dataclasses.replace(losses, losses_S=losses.losses_S + share * sums_S)
                 values.add({"teacher_divergence": sums_S / row.layout.sequences.lengths_S})
@@ -197,8 +197,8 @@ class ForwardBackward:
                 values.add({**losses.metrics, "loss": losses.losses_S * (size.sequences / divisor)})
             values.add(_of_trained_tokens(inputs, entropy, row))
             if row.kept_as is not None and self.kept is not None:
-                scored = torch.stack([row.loss_mask.float(), logprobs.detach().float(), entropy.detach().float()])
-                self.kept.add(row.kept_as, row.minibatch, row.layout.lengths, scored)
+                values_3T = torch.stack([row.loss_mask.float(), logprobs.detach().float(), entropy.detach().float()])
+                self.kept.add(row.kept_as, row.minibatch, row.layout.lengths, values_3T)
         return values
 
     def with_proximal(self, rows: Sequence[Row]) -> list[Row]:
@@ -274,6 +274,25 @@ class ForwardBackward:
                 "with teacher_model.top_k"
             )
         return self.distillation.beta
+
+    def _divergence(self, row: Row, scored: Scored) -> Tensor | None:
+        """Of the policy that sampled from the trained one, over the sampler's likeliest tokens, [T].
+
+        Raises:
+            TrainerError: the rows do not have them.
+        """
+        if self.loss.top_measure is None:
+            return None
+        if row.sampler_top is None or scored.of_sampler_PK is None:
+            raise TrainerError(
+                f"trainer.loss.measure = {self.loss.top_measure!r}: the batch has no likeliest tokens of the engine; "
+                "the orchestrator asks for them with sampling.top_logprobs"
+            )
+        trained_M = row.layout.trained_M  # the first targets
+        divergence_M = top_divergence(
+            row.sampler_top.logprobs_MK, scored.of_sampler_PK[: len(trained_M)], self.loss.top_measure
+        )
+        return row.inference_logprobs.new_zeros(len(row.input_ids)).index_copy(0, trained_M, divergence_M)
 
     def _targets(self, row: Row) -> Tensor:
         """Indices of the tokens whose log-probabilities the loss uses."""

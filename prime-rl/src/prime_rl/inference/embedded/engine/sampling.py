@@ -150,8 +150,8 @@ class _PartSampler:
         return logits
 
     def _truncate(self, logits: Tensor) -> Tensor:
-        """Keep the top k tokens, then the smallest set of those with mass at least p. Ties at the cutoff are kept."""
-        ordered = logits.sort(-1, descending=True).values
+        """Keep the top k tokens, then the smallest set of those with mass at least p. Of equal ones, the first."""
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ordered.shape[-1], device=self.device)
         if self.top_k is not None:
             ordered = ordered.masked_fill((self.top_k > 0) & (rank >= self.top_k), -torch.inf)
@@ -159,8 +159,7 @@ class _PartSampler:
             mass = ordered.softmax(-1)
             # The most likely token stays, also if top_p is too small for float32 and becomes 0.
             ordered = ordered.masked_fill((mass.cumsum(-1) - mass >= self.top_p) & (rank > 0), -torch.inf)
-        lowest_kept = ordered.masked_fill(ordered == -torch.inf, torch.inf).amin(-1, keepdim=True)
-        return logits.masked_fill(logits < lowest_kept, -torch.inf)
+        return torch.empty_like(logits).scatter_(-1, order, ordered)
 
     def _column(self, values: SequenceOf[float], dtype: torch.dtype | None = None) -> Tensor:
         return on_device(values, self.device, dtype).unsqueeze(1)
