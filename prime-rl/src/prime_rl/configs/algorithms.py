@@ -289,13 +289,13 @@ class NormalizedAdvantageConfig(BaseConfig):
     length: LengthPenaltyConfig | None = None
     """Term for the length of the answer. None adds none."""
 
-    reward_bias: float = 0.0
+    reward_bias: float = Field(0.0, ge=-1e6, le=1e6)
     """Added to the reward, after the terms for length."""
 
-    reward_scaling: float = Field(1.0, gt=0)
+    reward_scaling: float = Field(1.0, gt=0, le=1e6)
     """Factor of the sum of reward and `reward_bias`."""
 
-    reward_clip: float | None = Field(None, gt=0)
+    reward_clip: float | None = Field(None, gt=0, le=1e9)
     """Bound of the magnitude of the result. None sets none."""
 
     @model_validator(mode="after")
