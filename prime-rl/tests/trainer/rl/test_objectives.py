@@ -455,11 +455,11 @@ def test_the_divergence_over_likeliest_tokens_is_that_of_the_paper() -> None:
         p, q = ([*each[place, chosen], 1 - each[place, chosen].sum()] for each in (behave, theta))
         expected["top_k_tv"].append(sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
         expected["top_k_kl"].append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
-        unused = [-np.inf] * (k + 1 - len(chosen))
-        given.append([np.log([*each[place, chosen]]).tolist() + unused for each in (behave, theta)])
+        reported = [token, *(each for each in np.argsort(-behave[place]).tolist() if each != token)][: k + 3]
+        given.append([np.log(each[place, reported]).tolist() for each in (behave, theta)])
     own = [torch.tensor(each, dtype=torch.float64) for each in zip(*given, strict=True)]
     for measure, values in expected.items():
-        assert top_divergence(*own, measure).tolist() == pytest.approx(values, rel=1e-12)
+        assert top_divergence(*own, measure, k).tolist() == pytest.approx(values, rel=1e-12)
 
 
 def test_every_preset_stands_in_the_table() -> None:

@@ -164,13 +164,18 @@ def binary_kl(p: Tensor, q: Tensor) -> Tensor:
     return torch.xlogy(p, p) - p * q.clamp(min=tiny).log() + others
 
 
-def top_divergence(behave_MK: Tensor, own_MK: Tensor, measure: TopMeasure) -> Tensor:
+def top_divergence(behave_MK: Tensor, own_MK: Tensor, measure: TopMeasure, top_k: int) -> Tensor:
     """The divergence [M] of theta from behave over the k likeliest tokens of behave, the token itself, and all others
     as one outcome: half the sum of |p - q|, or the sum of p*log(p/q), p of behave and q of theta (DPPO's top-k forms).
 
-    Both are given by log-probabilities; minus infinity is no token.
+    Both are given by log-probabilities of more than k tokens, the token itself and then others from the likeliest on;
+    minus infinity is no token.
     """
-    p, q = behave_MK.exp(), own_MK.exp()
+    behave_MK, own_MK = behave_MK[:, : top_k + 1], own_MK[:, : top_k + 1]
+    # Where the token is one of the k likeliest, the last of the others is not.
+    is_other_MK = torch.zeros_like(behave_MK, dtype=torch.bool)
+    is_other_MK[:, -1] = behave_MK[:, 0] >= behave_MK[:, -1]
+    p, q = (each.masked_fill(is_other_MK, -torch.inf).exp() for each in (behave_MK, own_MK))
     p, q = (torch.cat([each, (1 - each.sum(-1, keepdim=True)).clamp(min=0)], -1) for each in (p, q))
     if measure == "top_k_tv":
         return (p - q).abs().sum(-1) / 2
@@ -426,7 +431,8 @@ class Loss:
     needs_proximal: bool = False
     """Uses the log-probabilities of the policy at the start of the step."""
     top_measure: TopMeasure | None = None
-    """Uses this divergence over the likeliest tokens of the policy that sampled."""
+    """Uses this divergence over the likeliest tokens of the policy that sampled, `top_k` of them."""
+    top_k: int = 0
     max_second_moment: float | None = None
     """Limit of the mean squared log-ratio of an update, which decides before it which tokens are dropped."""
     trains_entropy: bool = False
@@ -468,6 +474,7 @@ def setup_loss(config: LossConfig) -> Loss:
         masked_in_only=True,
         needs_proximal=isinstance(config, DecoupledLossConfig) and config.proximal == "recomputed",
         top_measure=top_measure_of(config),
+        top_k=config.top_k if isinstance(config, MaskedLossConfig) else 0,
         max_second_moment=limit,
         trains_entropy=trains_entropy,
         penalties=config,

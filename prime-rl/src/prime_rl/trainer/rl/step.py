@@ -283,14 +283,15 @@ class ForwardBackward:
         """
         if self.loss.top_measure is None:
             return None
-        if row.sampler_top is None or scored.of_sampler_PK is None:
+        count = 0 if row.sampler_top is None else row.sampler_top.ids_MK.shape[1] - 1
+        if row.sampler_top is None or scored.of_sampler_PK is None or count < self.loss.top_k:
             raise TrainerError(
-                f"trainer.loss.measure = {self.loss.top_measure!r}: the batch has no likeliest tokens of the engine; "
-                "the orchestrator asks for them with sampling.top_logprobs"
+                f"trainer.loss.measure = {self.loss.top_measure!r}: the batch has the {count} likeliest tokens of the "
+                f"engine at each place, not {self.loss.top_k}: set orchestrator.sampling.top_logprobs"
             )
         trained_M = row.layout.trained_M  # the first targets
         divergence_M = top_divergence(
-            row.sampler_top.logprobs_MK, scored.of_sampler_PK[: len(trained_M)], self.loss.top_measure
+            row.sampler_top.logprobs_MK, scored.of_sampler_PK[: len(trained_M)], self.loss.top_measure, self.loss.top_k
         )
         return row.inference_logprobs.new_zeros(len(row.input_ids)).index_copy(0, trained_M, divergence_M)
 
