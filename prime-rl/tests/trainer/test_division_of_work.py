@@ -86,6 +86,7 @@ def test_a_checkpoint_moves_between_divided_and_whole_layers(results: dict[int, 
         assert torch.equal(saved, loaded)
 
 
+@pytest.mark.slow
 def test_eight_processes_train_as_one(tmp_path: Path) -> None:
     """Copies, rows and layers divided in two each: SFT, DPO and RL, exports, and checkpoints of one and of eight."""
     table = Path(__file__).with_name("all_meshes.py")

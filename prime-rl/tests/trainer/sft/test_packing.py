@@ -20,7 +20,7 @@ from prime_rl.trainer.sft.data.packer import (
     PackedRow,
     PackedRows,
     Stack,
-    best_fit_decreasing,
+    best_fit,
     lay_out,
     setup_rows,
 )
@@ -61,15 +61,22 @@ def samples_in(row: PackedRow) -> Iterator[bytes]:
 
 
 def test_each_length_goes_into_the_fullest_bin_with_space() -> None:
-    bins = best_fit_decreasing(np.array([3, 7, 2, 5, 8]), 10)
+    bins = best_fit(np.array([3, 7, 2, 5, 8]), 10)
     # Bins 8 | 7 | 5. The best fit for 3 is the bin with 7, and for 2 the bin with 8.
     assert bins.tolist() == [1, 1, 0, 2, 0]
+
+
+def test_short_samples_are_not_sorted_by_length() -> None:
+    lengths = np.random.default_rng(0).choice([12, 15], 4096)
+    bins = best_fit(lengths, 1024)
+    shares = np.bincount(bins, lengths == 12) / np.bincount(bins)
+    assert 0.25 < shares.min() < shares.max() < 0.75, "each row is a sample of all"
 
 
 @pytest.mark.parametrize("capacity", [2048, 4096, 16384])
 def test_bins_hold_every_length_whole_and_are_above_98_percent_full(capacity: int) -> None:
     lengths = chat_lengths(20_000)
-    bins = best_fit_decreasing(lengths, capacity)
+    bins = best_fit(lengths, capacity)
     assert np.bincount(bins, weights=lengths).max() <= capacity
     assert lengths.sum() / ((bins.max() + 1) * capacity) > 0.98
 
@@ -82,7 +89,7 @@ def test_the_cost_of_a_length_does_not_grow_with_their_number(monkeypatch: pytes
 
         def trace(frame, event, argument):
             nonlocal lines
-            if frame.f_code is best_fit_decreasing.__code__:
+            if frame.f_code is best_fit.__code__:
                 lines += event == "line"
                 return trace
             return None
@@ -90,7 +97,7 @@ def test_the_cost_of_a_length_does_not_grow_with_their_number(monkeypatch: pytes
         lengths = chat_lengths(count)
         sys.settrace(trace)
         try:
-            best_fit_decreasing(lengths, 4096)
+            best_fit(lengths, 4096)
         finally:
             sys.settrace(None)
         return lines
@@ -100,7 +107,7 @@ def test_the_cost_of_a_length_does_not_grow_with_their_number(monkeypatch: pytes
 
 def test_a_length_above_the_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="length 11 exceeds the capacity of 10"):
-        best_fit_decreasing(np.array([11]), 10)
+        best_fit(np.array([11]), 10)
 
 
 # --- the rows

@@ -16,7 +16,7 @@ from prime_rl.run.process import own_beats
 from prime_rl.trainer.process.errors import DataError
 from prime_rl.trainer.process.mesh import DataAxis, Mesh
 from prime_rl.trainer.sft.data.examination import examine, packed_whole, untrainable_fault, worries
-from prime_rl.trainer.sft.data.packer import PackedRow, best_fit_decreasing, lay_out
+from prime_rl.trainer.sft.data.packer import PackedRow, best_fit, lay_out
 from prime_rl.trainer.sft.data.samples import BadRows, DatasetStream, Sample
 from prime_rl.trainer.sft.reporting import ValStats
 from prime_rl.trainer.sft.step import Objective, RowSums, means, sizes_of
@@ -115,7 +115,7 @@ def packed(samples: Sequence[Sample], config: SFTDataConfig, row_tokens: int | N
     if not samples:
         return []
     row_tokens = row_tokens or config.row_tokens
-    bins = best_fit_decreasing(np.array([sample.inputs for sample in samples]), row_tokens)
+    bins = best_fit(np.array([sample.inputs for sample in samples]), row_tokens)
     members: list[list[Sample]] = [[] for _ in range(int(bins.max()) + 1)]
     for sample, at in zip(samples, bins.tolist(), strict=True):
         members[at].append(sample)
