@@ -276,7 +276,14 @@ def test_lora_reaches_orchestrator_and_server(rl) -> None:
     assert (run.inference.enable_lora, run.inference.max_lora_rank) == (True, 16)
 
 
-@pytest.mark.parametrize("key", ["trainer.model.lora.modules_to_save=norm", "trainer.model.adapter=outputs/sft"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.model.lora.modules_to_save=norm",
+        "trainer.model.adapter=outputs/sft",
+        "trainer.model.vision.tower_lr=1e-5",
+    ],
+)
 def test_engines_get_whole_weights_in_place_of_adapters_that_they_do_not_take(rl, key: str) -> None:
     with pytest.warns(ConfigWarning, match="so they get whole weights, with it merged in"):
         run = rl(*words(f"trainer.model.lora.rank=12 {key}"))

@@ -207,8 +207,8 @@ class VisionConfig(ImageLimitsConfig):
     """Trains on images too, with the whole class of the checkpoint."""
 
     tower_lr: LearningRate | None = None
-    """Learning rate of the vision tower and of what joins it to the language model. The schedule scales it as it does
-    `optim.lr`. None leaves them as they are."""
+    """Learning rate of the vision tower and of what joins it to the language model, or with `lora` of their adapters.
+    The schedule scales it as it does `optim.lr`. None leaves them as they are."""
 
 
 class QuantizationConfig(BaseConfig):
@@ -344,6 +344,8 @@ class ModelConfig(BaseModelConfig):
             return "lora.modules_to_save"
         if self.lora is not None and self.lora.use_dora:
             return "lora.use_dora"
+        if self.lora is not None and self.vision is not None and self.vision.tower_lr is not None:
+            return "vision.tower_lr"
         if self.quantization is not None:
             return "quantization"
         return None if self.adapter is None else "adapter"
@@ -408,8 +410,9 @@ class ModelConfig(BaseModelConfig):
         for name in ("cp", "tp", "ep"):
             if (size := getattr(self, name)) > 1:
                 yield f"with {name} = {size}: rows with images are not divided among processes: remove one"
-        if self.vision is not None and self.vision.tower_lr is not None and self.lora is not None:
-            yield "tower_lr with lora, which trains adapters alone: remove one"
+        trains_tower = self.vision is not None and self.vision.tower_lr is not None
+        if trains_tower and self.lora is not None and self.lora.loraplus_lr_ratio != 1:
+            yield "tower_lr with lora.loraplus_lr_ratio: adapters of the tower have one learning rate: remove one"
         if self.language_model_only:
             yield "trains the whole checkpoint, and language_model_only exports a part of it: remove one"
         if self.trust_remote_code:

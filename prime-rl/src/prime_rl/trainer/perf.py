@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer.model.quantized import scale_names
 from prime_rl.trainer.model.scoring import output_head
-from prime_rl.trainer.model.vision import trainable_modules
+from prime_rl.trainer.model.vision import language_modules
 from prime_rl.trainer.process.world import Process
 from prime_rl.utils.logger import count_of, get_logger
 
@@ -203,7 +203,7 @@ def _matrix_flops(model: PreTrainedModel) -> int:
     # An embedding lookup is not a matrix product. The head, which may share its weight, is counted above.
     skipped = {id(p) for p in [*model.get_input_embeddings().parameters(), *head]}
     # Not those of a vision tower, which computes patches of images and no tokens.
-    counted = {id(p) for _, module in trainable_modules(model) for p in module.parameters(recurse=False)}
+    counted = {id(p) for _, module in language_modules(model) for p in module.parameters(recurse=False)}
     scales = scale_names(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or name in scales or id(parameter) in skipped or id(parameter) not in counted:

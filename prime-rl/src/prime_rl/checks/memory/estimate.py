@@ -357,9 +357,10 @@ def _tower(training: Training) -> Parts:
     vision, tower = training.model.vision, training.shape.tower
     if vision is None or training.shape.whole.get("model_type") not in VISION_FAMILIES:
         return {}  # a start check refuses others
-    # All of it is gathered in each process while a row is computed. A trained one has gradients and states.
+    # All of it is gathered in each process while a row is computed. One that is trained in full has gradients and
+    # states; those of its adapters are a few percent of it, and not counted.
     is_trained = vision.tower_lr is not None
-    copies = 2 + STATES[training.optimizer] if is_trained else 1
+    copies = 2 + STATES[training.optimizer] if is_trained and training.model.lora is None else 1
     weights = copies * tower * training.master_bytes // training.shards + tower * training.compute_bytes
     size = training.compute_bytes
     images = tower_activations(training.shape.whole, training.row_tokens, size, is_trained=is_trained)

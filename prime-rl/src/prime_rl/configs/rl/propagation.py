@@ -331,7 +331,7 @@ def _share_lora(run: RunTables) -> None:
     for key in ("trainer.model.adapter", "trainer.model.lora.path", "trainer.model.quantization"):
         if run.get(key) is not None:
             run.override("orchestrator.await_first_version", True, key)
-    others = ("trainer.model.adapter", "trainer.model.quantization")
+    others = ("trainer.model.adapter", "trainer.model.quantization", "trainer.model.vision.tower_lr")
     if lora is None or lora.modules_to_save or lora.use_dora or any(run.get(key) is not None for key in others):
         return  # the engines get whole weights
     adapter = {"rank": lora.rank, "alpha": lora.alpha, "name": f"r{lora.rank}-a{lora.alpha}"}

@@ -35,7 +35,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
 from prime_rl.run.process import own_beats
-from prime_rl.trainer.model.vision import trainable_modules
+from prime_rl.trainer.model.vision import language_modules, trainable_modules, vision_of
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.transport.language_part import part_of
 from prime_rl.transport.loading import Index, float32_names, full_tensor, has_score, index_of, local, put, put_own
@@ -93,6 +93,13 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
     )
     for pattern in named:
         _check_target(pattern, linear, experts, chosen)
+    of_tower = owners.keys() - dict(language_modules(model)).keys()
+    if (vision := vision_of(model)) and vision.tower_lr is not None and not of_tower & {*chosen.linear, *saved}:
+        leaves = {path.rpartition(".")[2] for path in linear.keys() & of_tower}
+        raise ModelError(
+            f"model.vision.tower_lr: model.lora.target_modules matches nothing of the tower, which has "
+            f'{_listed(sorted(leaves))}: add some, or "{ALL_LINEAR}", or remove tower_lr'
+        )
     if not (chosen.linear or chosen.experts):
         raise ModelError(
             f"model.lora.target_modules matches no module that can be adapted: {_listed(config.target_modules)}"

@@ -52,22 +52,28 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tower_parameters(model: nn.Module) -> tuple[float, list[nn.Parameter]]:
-    """The learning rate of a vision tower that is trained, and its parameters; none of a model without one."""
+    """The learning rate of a vision tower that is trained, and its trained parameters; none of a model without one."""
     vision = vision_of(model)
     if vision is None or vision.tower_lr is None:
         return 0.0, []
     others = {id(parameter) for parameter in language_model(cast("PreTrainedModel", model)).parameters()}
     of_base = cast("PreTrainedModel", model).base_model.parameters()
-    return vision.tower_lr, [parameter for parameter in of_base if id(parameter) not in others]
+    return vision.tower_lr, [each for each in of_base if each.requires_grad and id(each) not in others]
 
 
-def trainable_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that adapters may change, by path: all but those of a vision tower and what joins it to the rest."""
+def language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules by path, but those of a vision tower and of what joins it to the rest."""
     if vision_of(model) is None:
         yield from model.named_modules()
         return
     kept = {*language_model(model).modules(), model.get_output_embeddings()}
     yield from ((path, module) for path, module in model.named_modules() if module in kept)
+
+
+def trainable_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that adapters may change, by path: those of a vision tower only if it has a learning rate."""
+    vision = vision_of(model)
+    return language_modules(model) if vision and vision.tower_lr is None else iter(model.named_modules())
 
 
 @dataclass(frozen=True, slots=True)
