@@ -61,7 +61,7 @@ async def test_scores_are_those_of_transformers(teacher_server, served_model_dir
         assert sample.teacher_logprobs == pytest.approx(expected, abs=1e-3)
         places = slice(len(sample.prompt_ids) - 1, -1)
         top = sample.teacher_top
-        assert top.fault(len(sample.completion_ids)) is None
+        assert top.fault(len(sample.completion_ids), "teacher_top") is None
         ids, values = (
             np.frombuffer(each, kind).reshape(-1, 30) for each, kind in ((top.ids, "<i4"), (top.logprobs, "<f4"))
         )
