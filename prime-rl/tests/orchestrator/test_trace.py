@@ -8,16 +8,17 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
 from prime_rl.orchestrator.errors import InferenceFault, MalformedRollout
 from prime_rl.orchestrator.proxy.recording import Session
-from prime_rl.orchestrator.rollouts.replies import check_reply, decode_chat_reply
+from prime_rl.orchestrator.rollouts.replies import Reported, check_reply, decode_chat_reply
 from prime_rl.orchestrator.rollouts.rollout import ExampleRef, Rollout, read_rollout, to_samples
 from prime_rl.orchestrator.rollouts.sampling import train_sampling_args
-from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace
+from prime_rl.orchestrator.rollouts.trace import ModelCall, Prompt, TokenTrace, likeliest_of
 from prime_rl.orchestrator.servers.channel import ChatChannel, ServerAnswered
 from prime_rl.orchestrator.servers.pool import InferencePool
 from prime_rl.orchestrator.workers.environment import Environment
@@ -217,6 +218,29 @@ def test_a_prompt_keeps_the_mask_that_an_environment_gave_it() -> None:
     recorded = session_of(calls_of(2)).recorded
     first, second = read_rollout({"reward": 1.0, "turns": turns}, recorded, EXAMPLE, TEMPERATURE, 0).trace.calls
     assert (first.prompt_mask, second.prompt_mask) == ([False] * 3, [False, True, *[False] * 5])
+
+
+def test_likeliest_tokens_stay_with_their_token_and_environments_have_none() -> None:
+    """Of calls that another process recorded, the first of which the environment cut. Nonsense is one line."""
+    reported = Reported(2, is_support=True)
+    tops = [{"token_id:5": -1.0, "token_id:3": -0.5, "token_id:4": -9999.0}, {"token_id:6": -0.1}, {"token_id:7": -0.2}]
+    first = ModelCall(
+        Prompt.of([1]), [5, 6], [-1.0, -0.1], [True] * 2, top=reported.read([5, 6], [-1.0, -0.1], tops[:2])
+    )
+    second = ModelCall(Prompt.of([1, 5, 8, 9]), [7], [-0.2], [True], top=reported.read([7], [-0.2], tops[2:]))
+    turns = [{"id": "0", "cut": [1, 1]}, {"id": "1"}]
+    recorded = unpacked(json.loads(json.dumps(packed(session_of([first, second]).recorded))))
+    (sample,) = to_samples(read_rollout({"reward": 1.0, "turns": turns}, recorded, EXAMPLE, TEMPERATURE, 0))
+    top = sample.sampler_top
+    assert (sample.completion_ids, top.fault(4, "")) == ([5, 8, 9, 7], None)
+    assert np.frombuffer(top.ids, "<i4").tolist() == [5, 3, 0, 0, 0, 0, 7, 0]
+    nothing = -np.inf
+    expected = np.array([-1.0, -0.5, *[nothing] * 4, -0.2, nothing], "<f4")
+    assert np.frombuffer(top.logprobs, "<f4").tolist() == expected.tolist()
+    assert np.frombuffer(top.weights, "<f4").tolist() == [1, 0, 0, 1]
+    for wrong in ([{}], [None], [{"x": -1.0}], [{"token_id:9999999999": -1.0}], []):
+        with pytest.raises(MalformedRollout, match="malformed top_logprobs"):
+            likeliest_of(reported, [5], [-1.0], wrong)
 
 
 async def test_the_numbers_of_a_prompt_of_tokens_are_kept_once(policy_server) -> None:

@@ -222,7 +222,7 @@ def likeliest_of(
         return None
     try:
         return reported.read(ids, logprobs, tops)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:  # a server may answer with anything
         raise MalformedRollout(f"a server answered with malformed top_logprobs: {error}") from error
 
 
