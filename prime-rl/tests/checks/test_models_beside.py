@@ -83,6 +83,7 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
     for faults, fault in (
         (sft("packed"), f"its weights are in 4 bits, and {trained}"),
         (sft("packed", sizes={"lora": {"use_dora": True}}), "does not go with lora.use_dora"),
+        (sft("packed", sizes={"lora": {"init": "pissa"}}), "does not go with lora.init = 'pissa'"),
         (sft("packed", sizes=in_4_bits), "its weights are in 4 bits already: remove model.quantization"),
         (rl("packed", sizes={"lora": {}}, critic={}), "trainer.critic.name: its weights are in 4 bits, and"),
     ):

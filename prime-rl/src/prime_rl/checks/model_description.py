@@ -350,6 +350,8 @@ class ModelDescription:
             update={"quantization": packed, "lora": model.lora or (LoRAConfig() if is_frozen else None)}
         )
         fault = next(stored.quantization_faults(), None)
+        if fault is None and stored.lora is not None and stored.lora.init == "pissa":
+            fault = "does not go with lora.init = 'pissa', which needs the weights as numbers: remove init"
         return None if fault is None else f"its weights are in 4 bits, and quantization {fault}; or {_PLAIN_VERSION}"
 
     def parts_fault(self) -> str | None:
