@@ -32,6 +32,7 @@ from prime_rl.configs.trainer import (
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import (
+    _rounded,
     clip_gradients,
     global_norm,
     offload_states,
@@ -155,6 +156,25 @@ def test_adafactor_is_that_of_pytorch() -> None:
     expected = dict(net.named_parameters())
     for name, parameter in updated(config).items():
         torch.testing.assert_close(parameter, expected[name], atol=1e-7, rtol=1e-6)
+
+
+def test_adafactor_updates_weights_in_bfloat16_from_means_in_float32() -> None:
+    own, exact = Net().bfloat16(), Net().bfloat16().float()
+    for net in (own, exact):
+        optimizer = setup_optimizer(AdafactorConfig(lr=1e-2, weight_decay=0.0), net)
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    for parameter, expected in zip(own.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected.bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_noise_leaves_what_is_no_number() -> None:
+    """On a GPU, NaN is 0x7fffffff: with noise, its bits are those of 0."""
+    values = torch.tensor([2**31 - 1, -1, 0x7F800000], dtype=torch.int32).view(torch.float32).repeat(100)
+    rounded = _rounded(values, torch.Generator().manual_seed(0))
+    assert torch.equal(rounded.isnan(), values.isnan())
+    assert torch.equal(rounded.isinf(), values.isinf())
 
 
 ROUNDED = [

@@ -263,6 +263,8 @@ def _rounded(values: Tensor, noise: torch.Generator) -> Tensor:
     """Float32 `values` in bfloat16, which has the upper half of their bits: the lower half decides how likely the next
     number away from zero is."""
     bits = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=noise)
+    # NaN has all bits set on a GPU: with noise, it would become 0.
+    bits.mul_(~values.isnan())
     return bits.add_(values.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
@@ -383,11 +385,11 @@ class Adafactor(_OneByOne):
         size = _size(values, parameter).clamp_(min=_SMALLEST_SIZE) * min(lr, step**-0.5)
         values.mul_(1 - lr * group["weight_decay"])
         if last < 1:
-            estimate = local(state["variance"]).lerp_(gradient.square(), change).clone()
+            estimate = local(state["variance"]).lerp_(gradient.float().square(), change).clone()
         else:
             rows, columns = local(state["row_var"]), local(state["col_var"])
             for means, axis in ((rows, last), (columns, last - 1)):
-                squares = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True).square_()
+                squares = torch.linalg.vector_norm(gradient, dim=axis, keepdim=True, dtype=torch.float32).square_()
                 means.lerp_(_summed(squares, parameter, [axis]) / parameter.shape[axis], change)
             mean = _summed(rows.sum(-2, keepdim=True), parameter, [last - 1]) / parameter.shape[-2]
             estimate = (rows @ columns).div_(mean.clamp_(min=_SMALLEST))
@@ -424,7 +426,7 @@ def _summed(value: Tensor, parameter: nn.Parameter, axes: Sequence[int]) -> Tens
 
 def _size(values: Tensor, parameter: nn.Parameter) -> Tensor:
     """The root mean square of the whole tensor, of which `values` are this process's. Collective."""
-    squares = torch.linalg.vector_norm(values).square()
+    squares = torch.linalg.vector_norm(values, dtype=torch.float32).square()
     return (_summed(squares, parameter, range(parameter.ndim)) / parameter.numel()).sqrt_()
 
 
