@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -130,6 +131,13 @@ def test_images_are_kept_as_small_pictures_by_their_hash(tmp_path: Path, rollout
     ((*first, last),) = (each["content"] for each in PictureWriter(paths.pictures).kept(many, {}))
     assert sum("sha256" in part for part in first) == 32
     assert last == {"type": "image"}, "thousands take no time"
+    # Rollouts of one image end together.
+    writer, url = PictureWriter(tmp_path / "together"), thumbnail(Image.effect_noise((1024, 1024), 90), 1024)
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    with ThreadPoolExecutor(8) as threads:
+        kept = list(threads.map(lambda _: writer.kept(asked, {}), range(8)))
+    assert kept == [kept[0]] * 8
+    assert "sha256" in kept[0][0]["content"][0]
 
 
 @pytest.mark.parametrize(

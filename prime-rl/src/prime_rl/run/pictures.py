@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,12 +96,16 @@ class Shown(Protocol):
 
 
 class PictureWriter:
-    """Writes a small picture of each image of kept rollouts, and what stands for the image in their messages."""
+    """Writes a small picture of each image of kept rollouts, and what stands for the image in their messages.
+
+    Any thread may call it: rollouts of one image often end together.
+    """
 
     def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
         self._folder = folder
         self._fetch = fetch
         self._kept = {file.stem for file in folder.glob("*.jpg")}
+        self._lock = threading.Lock()
 
     def kept(self, messages: Any, shown: Mapping[str, Shown]) -> Any:
         """Messages with `{"type": "image", "image": "scans/7.png", "sha256": …, "height": …, "width": …}` for an image.
@@ -143,13 +148,13 @@ class PictureWriter:
         return {"sha256": digest, "height": image.height, "width": image.width}
 
     def _write(self, digest: str, source: Any) -> None:
-        if digest in self._kept or len(self._kept) >= MOST_PICTURES:
-            return
-        image = read_image(source, Path(), ImageLimits(), self._fetch, digest)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with replacing_file(self._folder / f"{digest}.jpg") as scratch:
-            scratch.write_bytes(requested_bytes(thumbnail(image, SIDE), None, ImageLimits()))
-        self._kept.add(digest)
+        with self._lock:
+            if digest in self._kept or len(self._kept) >= MOST_PICTURES:
+                return
+            image = read_image(source, Path(), ImageLimits(), self._fetch, digest)
+            with replacing_file(self._folder / f"{digest}.jpg") as scratch:
+                scratch.write_bytes(requested_bytes(thumbnail(image, SIDE), None, ImageLimits()))
+            self._kept.add(digest)
 
 
 def read_picture(folder: Path, digest: str) -> str | None:
