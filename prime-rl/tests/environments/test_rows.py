@@ -165,6 +165,7 @@ def test_the_last_box_is_read_with_its_braces(text: str, inside: str | None) -> 
 
 
 def test_images_of_a_row_are_parts_of_its_prompt_with_absolute_paths(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "source.json").write_text("[]")  # of the user, as it is no copy from S3
     for held, is_image in (
         ({"images": ["a.PNG"]}, True),
         ({"image": {"path": "a.dcm"}}, True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from prime_rl.utils.private import home_directory, private_directory
 
 CACHE_VARIABLE = "PRIME_RL_BUCKET_CACHE"
 _SOURCE = "source.json"
+_COPY = re.compile(r"[0-9a-f]{24}")
+"""Names of directories of copies: `Listing.digest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,10 @@ def _copy(s3: S3, listing: Listing, root: Path, say: Callable[[str], None]) -> P
 def folder_of(file: Path) -> Path:
     """The folder where relative names in a data file begin: of a copy of one object, the folder of that on S3."""
     source = file.parent / _SOURCE
-    if not source.is_file() or (name := S3Name.of(json.loads(source.read_text())["name"])) is None:
+    # Elsewhere, a file of this name is the user's own.
+    if not _COPY.fullmatch(file.parent.name) or not source.is_file():
+        return file.parent
+    if (name := S3Name.of(json.loads(source.read_text())["name"])) is None:
         return file.parent
     return Path(str(S3Name(name.bucket, name.key.rpartition("/")[0])))
 

@@ -357,9 +357,10 @@ def _readings(part: Part) -> Iterator[tuple[Path, StreamedRow]]:
             yield _folder(part), StreamedRow(partial(without_fills, row), f"{part}, row {at}")
     else:
         for file in part.files:
+            folder = folder_of(file)
             with _told():
                 for reading in stream_file(file):
-                    yield folder_of(file), reading
+                    yield folder, reading
 
 
 def _folder(part: Part) -> Path:
