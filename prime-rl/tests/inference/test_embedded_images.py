@@ -143,6 +143,13 @@ def test_answers_about_images_are_those_of_transformers(family: str, tiny_model_
         wrong.images = replace(wrong.images, images=(image,))
         with pytest.raises(GenerationFailed, match="the checkpoint's image processor does not belong to its vision"):
             engine.submit(wrong).result()
+        (asleep,) = service.chat_requests(ChatBody.model_validate({"messages": chats[0]}))
+        asleep.images = wrong.images
+        engine.sleep().result()
+        failing = engine.submit(asleep)
+        engine.update_weights(None).result()
+        with pytest.raises(GenerationFailed, match="the checkpoint's image processor does not belong to its vision"):
+            failing.result()
 
         # Later turns begin with cached prefixes, of which some end within or before an image.
         for chat in chats:

@@ -116,6 +116,8 @@ class Engine:
         """Counts of all earlier weights."""
         self._runner = runner
         self._scheduler = Scheduler(self.limits, runner.slots)
+        self._unproven: list[GenerationRequest] = []
+        """Requests whose images the vision tower has not seen yet."""
         self._sampler: BatchSampler | None = None
         self._beats = own_beats()
         self._inbox: queue.SimpleQueue[GenerationRequest | _Command | None] = queue.SimpleQueue()
@@ -249,12 +251,9 @@ class Engine:
                 else:
                     item.perform()
             elif not item.result.done():  # a step may have dropped what was cancelled while this one lay in the inbox
-                with _failing(item):
-                    if not self.is_asleep:
-                        self._runner.prove(item.images)
-                if not item.result.done():
-                    self._scheduler.waiting.extend(item.sequences)
-                    self._fail_unless_loaded(item)
+                self._scheduler.waiting.extend(item.sequences)
+                self._unproven.append(item)
+                self._fail_unless_loaded(item)
 
     @property
     def _has_work(self) -> bool:
@@ -288,6 +287,11 @@ class Engine:
         self._beats.say("generating")
         self._beats.tick()
         scheduler = self._scheduler
+        # Not on arrival: the tower of an engine that sleeps is not on its device.
+        for request in self._unproven:
+            with _failing(request):
+                self._runner.prove(request.images)
+        self._unproven.clear()
         scheduler.drop_aborted()
         scheduler.make_room()
         num_decode = len(scheduler.running)
