@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assign each of n lengths to a bin, each to the fullest bin that has room for it.
 
-    Those above a quarter of the capacity are placed first, the longest of them first: best-fit decreasing uses at most
-    11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974). The others keep their order. Sorted, they would
-    fill bins with samples of one length, and so steps with one kind of answer.
+    Those above a quarter of the capacity are placed first, the longest of them first: of them alone, best-fit
+    decreasing makes at most 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974). The others keep their
+    order, and open a bin only when all but one are three quarters full. Sorted, they would fill bins with samples of
+    one length, and so steps with one kind of answer.
 
     Bins are grouped by their free room, and the bits of one integer say which rooms exist. Finding the smallest
     sufficient room is then a shift and the lowest set bit: capacity / 64 machine words per sample, after sorting.
