@@ -27,7 +27,7 @@ MODELS = {
 }
 """Models, and the meshes of a number of processes that divide them."""
 LIMIT = 1e-4
-"""Of |difference| / |gradient|, in float32."""
+"""Largest allowed |difference| / |gradient|, in float32."""
 
 
 def main(findings: Findings) -> None:

@@ -31,7 +31,7 @@ QUESTION = "How many, and where?"
 SHARE_OVERLOOKED = 0.4
 VOCABULARY_SIZE = 128
 WEIGHTS_STD = 0.1
-"""Of random weights. Layers so small hardly pass a picture on with Transformers' 0.02."""
+"""With Transformers' 0.02, layers this small hardly pass a picture on."""
 IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", *ROLE_TOKENS, *IMAGE_TOKENS)

@@ -85,6 +85,10 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
         (sft("packed", sizes={"lora": {"use_dora": True}}), "does not go with lora.use_dora"),
         (sft("packed", sizes={"lora": {"init": "pissa"}}), "does not go with lora.init = 'pissa'"),
         (sft("packed", sizes=in_4_bits), "its weights are in 4 bits already: remove model.quantization"),
+        (
+            sft("packed", sizes={"lora": {"init": "loftq"}, "quantization": "nf4"}),
+            "its weights are in 4 bits already: remove model.quantization and lora.init",
+        ),
         (rl("packed", sizes={"lora": {}}, critic={}), "trainer.critic.name: its weights are in 4 bits, and"),
     ):
         assert fault in faults[0]
@@ -122,6 +126,11 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
         (rm("granite"), f"model.name = {folders / 'granite'}: Transformers has no class for a reward model"),
         (rm("classifier"), "a classifier with 2 labels, and a reward model has one"),
         (sft("dense", sizes={"router_aux_loss_coef": 0.1}), "Qwen3ForCausalLM is no mixture of experts: remove it"),
+        (
+            sft("mixture", sizes={"lora": {"use_dora": True}}),
+            "lora.use_dora is not for the experts of Qwen3MoeForCausalLM: remove 'experts' from lora.target_modules",
+        ),
+        (sft("mixture", sizes={"lora": {"init": "pissa"}}), "lora.init = 'pissa' is not for the experts of"),
         (sft("dense", sizes={"freeze_moe_router": True}), "model.freeze_moe_router: Qwen3ForCausalLM is no mixture"),
         (
             sft("dense", sizes={"router_bias_update_rate": 0.1}),

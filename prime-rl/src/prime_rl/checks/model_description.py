@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from prime_rl.configs.model import LoRAConfig, ModelConfig, QuantizationConfig, product_of
+from prime_rl.configs.model import STACKED_EXPERTS, LoRAConfig, ModelConfig, QuantizationConfig, product_of
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a layer of a mixture."""
@@ -340,7 +340,8 @@ class ModelDescription:
                 return None
             return f"model.quantization does not cover the experts of {self.class_name}, most of its weights: remove it"
         if model.quantization is not None:
-            return "its weights are in 4 bits already: remove model.quantization"
+            is_loftq = model.lora is not None and model.lora.init == "loftq"
+            return f"its weights are in 4 bits already: remove model.quantization{' and lora.init' if is_loftq else ''}"
         if self.has_experts:
             return f"its weights are in 4 bits, which is not supported for experts: {_PLAIN_VERSION}"
         if self.is_nested and model.vision is None:
@@ -353,6 +354,15 @@ class ModelDescription:
         if fault is None and stored.lora is not None and stored.lora.init == "pissa":
             fault = "does not go with lora.init = 'pissa', which needs the weights as numbers: remove init"
         return None if fault is None else f"its weights are in 4 bits, and quantization {fault}; or {_PLAIN_VERSION}"
+
+    def adapter_fault(self, lora: LoRAConfig | None) -> str | None:
+        """Why the layers of the model cannot be adapted like this; None if nothing in its config says so."""
+        if lora is None or not self.has_experts or self.language_part.get("model_type") in _UNROUTED_FAMILIES:
+            return None
+        key = "lora.use_dora" if lora.use_dora else "lora.init = 'pissa'" if lora.init == "pissa" else None
+        if key is None or STACKED_EXPERTS not in lora.target_modules or STACKED_EXPERTS in lora.modules_to_save:
+            return None
+        return f"{key} is not for the experts of {self.class_name}: remove {STACKED_EXPERTS!r} from lora.target_modules"
 
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""

@@ -37,7 +37,8 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
     description = describe(model.name, start)
     if description is not None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
-        if fault := fault or description.division_fault(model) or description.storing_fault(model):
+        fault = fault or description.division_fault(model) or description.storing_fault(model)
+        if fault := fault or description.adapter_fault(model.lora):
             return fault
         key = next((each for each in _OF_ROUTERS if getattr(model, each)), None)
         if key is not None and not description.has_experts:

@@ -38,6 +38,8 @@ AttentionKernel = Annotated[
 
 ALL_LINEAR = "all-linear"
 """Name in `target_modules` of every linear layer but the head."""
+STACKED_EXPERTS = "experts"
+"""Name in `target_modules` of the stacked experts of a mixture."""
 
 
 def is_regex(pattern: str) -> bool:

@@ -361,8 +361,9 @@ def _tower(training: Training) -> Parts:
     # states; those of its adapters are a few percent of it, and not counted.
     is_trained = vision.tower_lr is not None
     copies = 2 + STATES[training.optimizer] if is_trained and training.model.lora is None else 1
-    weights = copies * tower * training.master_bytes // training.shards + tower * training.compute_bytes
     size = training.compute_bytes
+    each = training.master_bytes if training.model.lora is None else min(training.master_bytes, size)  # frozen
+    weights = copies * tower * each // training.shards + tower * size
     images = tower_activations(training.shape.whole, training.row_tokens, size, is_trained=is_trained)
     if not is_trained:  # it has ended when the language model begins, whose parts are larger or smaller
         peak = peak_memory(training)

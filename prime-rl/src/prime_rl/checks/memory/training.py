@@ -725,7 +725,7 @@ def tower_activations(config: Mapping[str, Any], image_tokens: int, size: int, *
     runs.
     """
     family = _TOWERS[config["model_type"]]
-    vision = {**family.defaults, **config["vision_config"]}
+    vision = {**family.defaults, **(config.get("vision_config") or {})}
     hidden, inner = vision["hidden_size"], vision["intermediate_size"]
     layers = vision.get("depth") or vision["num_hidden_layers"]
     heads = vision.get("num_heads") or vision["num_attention_heads"]

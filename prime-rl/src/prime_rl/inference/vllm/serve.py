@@ -146,8 +146,10 @@ def _fit_cpu(args: Namespace) -> None:
     if args.enable_sleep_mode:
         # The CPU build refuses to start with it. It answers `sleep`, but keeps its memory.
         args.enable_sleep_mode = False
-    # Its kernel for experts reads the weights of those that another process holds, and ends by a signal (0.32).
-    args.enable_expert_parallel = False
+    if args.enable_expert_parallel:
+        # Its kernel for experts reads the weights of those that another process holds, and ends by a signal (0.32).
+        get_logger().warning("enable_expert_parallel has no effect: vLLM's CPU build cannot divide experts")
+        args.enable_expert_parallel = False
     # vLLM binds each tensor-parallel process to one NUMA node and refuses to start if there are too few nodes.
     memory_nodes = len(list(_MEMORY_NODES.glob("node[0-9]*"))) or 1
     if args.tensor_parallel_size > memory_nodes and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:

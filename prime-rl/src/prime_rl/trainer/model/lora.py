@@ -33,7 +33,7 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_mo
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
-from prime_rl.configs.model import ALL_LINEAR, LoRAConfig, matches
+from prime_rl.configs.model import ALL_LINEAR, STACKED_EXPERTS, LoRAConfig, matches
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.vision import language_modules, trainable_modules, vision_of
 from prime_rl.trainer.process.errors import ModelError
@@ -46,7 +46,6 @@ EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("d
 """Stacked expert weights, and the projections that are concatenated in each of them."""
 
 PROJECTIONS = tuple(part for parts in EXPERT_PROJECTIONS.values() for part in parts)
-_STACKED_EXPERTS = "experts"
 """Target name of stacked experts. A default target, so models without experts may not have it."""
 _MODULES = dict[str, nn.Module]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -145,9 +144,9 @@ def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODUL
     if inside and not chosen.experts:
         raise ModelError(
             f'model.lora.target_modules: "{pattern}" is a projection of the stacked experts {inside[0]}, which '
-            f'can only be adapted together: use "{_STACKED_EXPERTS}"'
+            f'can only be adapted together: use "{STACKED_EXPERTS}"'
         )
-    if not inside and pattern != _STACKED_EXPERTS:
+    if not inside and pattern != STACKED_EXPERTS:
         raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
 
 
@@ -209,13 +208,13 @@ def source_of(module_class: type[nn.Module]) -> str:
 def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config: LoRAConfig) -> None:
     if config.use_dora:
         raise ModelError(
-            f"model.lora.use_dora: {path} is a stack of experts, which have no DoRA; remove {_STACKED_EXPERTS} from "
+            f"model.lora.use_dora: {path} is a stack of experts, which have no DoRA; remove {STACKED_EXPERTS} from "
             "target_modules"
         )
     if config.init == "pissa":
         raise ModelError(
             f"model.lora.init = 'pissa': {path} is a stack of experts, which are not decomposed; remove "
-            f"{_STACKED_EXPERTS} from target_modules"
+            f"{STACKED_EXPERTS} from target_modules"
         )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in filter(partial(matches, path=path), getattr(config, key)):
@@ -228,7 +227,7 @@ def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config:
     if not (is_known and _has_hub_names(path, module, model)):
         raise ModelError(
             f"model.lora.target_modules: {path} ({type(module).__name__}) stores its experts in a format that is not "
-            f"supported; remove {_STACKED_EXPERTS} from target_modules"
+            f"supported; remove {STACKED_EXPERTS} from target_modules"
         )
 
 
@@ -595,16 +594,16 @@ def _place_of(modules: Mapping[str, nn.Module], path: str) -> tuple[str | None, 
     """
     if (module := modules.get(path)) is not None:
         return (f"{path}.weight" if isinstance(module, nn.Linear) else None), ()
-    experts, _, rest = path.rpartition(f".{_STACKED_EXPERTS}.")
+    experts, _, rest = path.rpartition(f".{STACKED_EXPERTS}.")
     index, _, part = rest.partition(".")
-    stacked = modules.get(f"{experts}.{_STACKED_EXPERTS}")
+    stacked = modules.get(f"{experts}.{STACKED_EXPERTS}")
     for name, parts in EXPERT_PROJECTIONS.items():
         weight = getattr(stacked, name, None)
         if part in parts and index.isdigit() and isinstance(weight, Tensor) and int(index) < len(weight):
             rows = weight.shape[-2] // len(parts)
             start = rows * parts.index(part)
             place = (slice(int(index), int(index) + 1), slice(start, start + rows))
-            return f"{experts}.{_STACKED_EXPERTS}.{name}", place
+            return f"{experts}.{STACKED_EXPERTS}.{name}", place
     return None, ()
 
 
@@ -869,7 +868,7 @@ def _pattern(values: Mapping[str, ValueT], default: ValueT) -> dict[str, ValueT]
     for path, value in values.items():
         by_name.setdefault(path.rpartition(".")[2], set()).add(value)
     # A key is a regular expression. Files name the experts of a stack one by one.
-    keys = {path: re.sub(rf"(?<=\.{_STACKED_EXPERTS})(?=\.\w+$)", r".\\d+", path) for path in values}
+    keys = {path: re.sub(rf"(?<=\.{STACKED_EXPERTS})(?=\.\w+$)", r".\\d+", path) for path in values}
     return {
         keys[path] if len(by_name[name := path.rpartition(".")[2]]) > 1 else name: value
         for path, value in values.items()

@@ -8,6 +8,7 @@ operations here get plain tensors: this process's shards.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Protocol, TypeGuard, cast
@@ -199,7 +200,7 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(list(map(local, tensors)), factor)
 
 
-class _OneByOne(Optimizer):
+class _OneByOne(Optimizer, ABC):
     """Updates one parameter after another, on shards, with states in their own dtypes.
 
     With `is_rounded`, weights are in bfloat16 and updated in float32. The result is rounded at random to one of its two
@@ -231,9 +232,9 @@ class _OneByOne(Optimizer):
                 self.update(parameter, values, gradient.float(), group)
                 own.copy_(_rounded(values, self._noise(parameter)))
 
+    @abstractmethod
     def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Change the `values` of this process's shard of `parameter` by its `gradient`."""
-        raise NotImplementedError
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
