@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from prime_rl.configs.orchestrator import EnvConfig, SamplingConfig
 from prime_rl.configs.shared import ClientConfig, LogConfig
@@ -56,6 +57,17 @@ def test_a_reply_is_recorded_with_tokens_versions_finish_reason_and_time() -> No
     assert [(span.version, span.start, span.end) for span in call.details.weight_versions] == [(4, 0, 1), (5, 1, 2)]
     assert (call.details.finish_reason, call.details.started_s, call.details.ended_s) == ("length", 10.0, 12.5)
     assert trace.oldest_version == 4
+
+
+def test_a_token_without_alternative_is_not_taken_for_one_of_the_environment() -> None:
+    """With `top_p` an engine may keep one token, of log-probability 0, which marks in samples what was not sampled."""
+    logprobs = {"content": [{"token": "a", "logprob": 0.0}, {"token": "b", "logprob": -0.0}]}
+    call = TokenTrace().record(decode_chat_reply(reply_of(logprobs=logprobs), 0.0, 0.0))
+    assert call is not None
+    marked = torch.tensor(call.inference_logprobs, dtype=torch.float32)
+    assert (marked != 0).all()
+    assert torch.equal(marked.exp(), torch.ones(2))
+    assert torch.equal(marked - 1e-30, torch.full((2,), -1e-30))
 
 
 @pytest.mark.parametrize("missing", ["token_ids", "logprobs"])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prime_rl.configs.algorithms import ClipLossConfig
 from prime_rl.configs.demonstrations import DemonstrationsConfig
 from prime_rl.configs.trainer import ModelConfig, TrainerConfig
+from prime_rl.orchestrator.rollouts.trace import sampled_logprob
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.tokenizer import setup_tokenizer
@@ -94,7 +95,7 @@ def test_the_gradient_of_observations_is_that_of_their_mean_cross_entropy(tiny_m
     for number, (prompt, *parts) in enumerate(sampled):
         mask = [at % 2 == 0 for at, part in enumerate(parts) for _ in range(part)]
         tokens = torch.randint(4, 100, (prompt + len(mask),), generator=generator).tolist()
-        # The last token was sampled, and the environment masks it.
+        # The last token was sampled without an alternative, and the environment masks it.
         is_sampled = [*mask[:-1], True]
         texts.append((tokens, [at for at, is_own in enumerate(is_sampled, start=prompt) if not is_own]))
         samples.append(
@@ -103,7 +104,7 @@ def test_the_gradient_of_observations_is_that_of_their_mean_cross_entropy(tiny_m
                 prompt_mask=[False] * prompt,
                 completion_ids=tokens[prompt:],
                 completion_mask=mask,
-                inference_logprobs=[-4.5 if is_own else 0.0 for is_own in is_sampled],
+                inference_logprobs=[-4.5 if is_own else 0.0 for is_own in mask[:-1]] + [sampled_logprob(0.0)],
                 completion_temperatures=[0.7] * len(mask),
                 advantage=1.0 - number,
             )

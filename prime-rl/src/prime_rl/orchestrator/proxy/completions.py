@@ -18,7 +18,14 @@ from prime_rl.orchestrator.proxy.continuation import canonical, continued_prompt
 from prime_rl.orchestrator.proxy.recording import MAX_CALLS, Session
 from prime_rl.orchestrator.rollouts.replies import ChatReply, Reported, VersionSpan
 from prime_rl.orchestrator.rollouts.sampling import seeded_for_call
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, likeliest_of, routed_experts_of
+from prime_rl.orchestrator.rollouts.trace import (
+    CallDetails,
+    ModelCall,
+    Prompt,
+    likeliest_of,
+    routed_experts_of,
+    sampled_logprob,
+)
 from prime_rl.orchestrator.servers.channel import Answer, ServerAnswered
 from prime_rl.transport.messages import ImageReference
 from prime_rl.utils.conversations import NO_IMAGES, has_image
@@ -215,7 +222,7 @@ async def generate(session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         (choice,) = json.loads(answer.body)["choices"]
         spans = [VersionSpan(**span) for span in choice.get("weight_versions") or ()]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        ids, logprobs = choice["token_ids"], [sampled_logprob(each) for each in choice["logprobs"]["token_logprobs"]]
         reason = choice["finish_reason"]
         details = CallDetails(tuple(spans), reason, answer.started_s, answer.ended_s)
         count = len(ids)

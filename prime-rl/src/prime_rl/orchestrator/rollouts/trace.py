@@ -90,6 +90,16 @@ class Prompt:
         return [token for part in reversed(parts) for token in part]
 
 
+_CERTAIN = -(2.0**-126)
+"""The largest normal float32 below 0. To float32, its exponential is 1, and added to anything it changes nothing."""
+
+
+def sampled_logprob(value: float) -> float:
+    """The log-probability of a token that an engine sampled: not 0.0, also where it had no other choice, as with
+    `top_p`. In samples, 0.0 marks what an environment wrote."""
+    return value or _CERTAIN
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """The tokens of a prompt, and the M tokens sampled after it."""
@@ -97,6 +107,7 @@ class ModelCall:
     prompt: Prompt
     completion_ids: list[int]
     inference_logprobs: list[float]
+    """0.0 for what an environment wrote between them, and for nothing else (`sampled_logprob`)."""
     completion_mask: list[bool]
     """Which completion tokens may be trained on."""
     details: CallDetails = field(default_factory=CallDetails)
@@ -132,7 +143,7 @@ class ModelCall:
         return cls(
             prompt=Prompt.of(reply.prompt_token_ids),
             completion_ids=choice.token_ids,
-            inference_logprobs=[token.logprob for token in logprobs],
+            inference_logprobs=[sampled_logprob(token.logprob) for token in logprobs],
             completion_mask=[True] * len(choice.token_ids),
             details=CallDetails.from_reply(reply, choice),
             routed_experts=routed_experts_of(

@@ -22,7 +22,7 @@ from prime_rl.orchestrator.proxy.continuation import Message
 from prime_rl.orchestrator.proxy.recording import Session
 from prime_rl.orchestrator.proxy.routes import RecordingProxy
 from prime_rl.orchestrator.rollouts.rollout import Rollout, read_rollout
-from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt
+from prime_rl.orchestrator.rollouts.trace import CallDetails, ModelCall, Prompt, sampled_logprob
 from prime_rl.orchestrator.workers.blocked import Report
 from prime_rl.orchestrator.workers.environment import Described, GroupRequest, Split, TextRows
 from prime_rl.orchestrator.workers.failures import GroupTimeout, in_time
@@ -272,6 +272,11 @@ def _call_of(sequence: Mapping[str, Any]) -> ModelCall:
     if True not in mask:
         raise MalformedRollout("a workflow returned a sequence without a token to train on: its loss_mask has no True")
     start = mask.index(True)
+    # Masked tokens have the log-probability 0; a version tells those that an engine sampled.
+    logprobs = [
+        sampled_logprob(value) if is_trained or version != UNKNOWN_VERSION else value
+        for value, is_trained, version in zip(sequence["logprobs"], mask, sequence["versions"], strict=True)
+    ]
     spans, at = [], 0
     for version, run in groupby(sequence["versions"][start:]):
         end = at + len(list(run))
@@ -281,7 +286,7 @@ def _call_of(sequence: Mapping[str, Any]) -> ModelCall:
     return ModelCall(
         prompt=Prompt.of(sequence["ids"][:start]),
         completion_ids=sequence["ids"][start:],
-        inference_logprobs=sequence["logprobs"][start:],
+        inference_logprobs=logprobs[start:],
         completion_mask=mask[start:],
         details=CallDetails.from_builtins({"weight_versions": spans}),
     )
