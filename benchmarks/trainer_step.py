@@ -12,7 +12,7 @@ from prime_rl.configs.algorithms import DefaultLossConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.process.mesh import Mesh
 from prime_rl.trainer.rl.loss import setup_loss
-from prime_rl.trainer.rl.rows import Row, RowLayout, vocab_chunk_of
+from prime_rl.trainer.rl.rows import Row, RowLayout, SamplerTop, vocab_chunk_of
 from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.packer import PackedRow
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
@@ -29,10 +29,19 @@ def sft_pass(model: nn.Module, vocabulary: int, lengths: list[int], rows: int, m
     return lambda: forward_backward(model, [row] * rows, CrossEntropy(), [tokens * rows], mesh)
 
 
-def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: ModelConfig, mesh: Mesh) -> Pass:
-    """RL on `rows` equal rows of one trained sequence each, with the default loss."""
-    device = mesh.process.device
+def rl_pass(
+    model: nn.Module, vocabulary: int, lengths: list[int], config: ModelConfig, mesh: Mesh, top_k: int = 0
+) -> Pass:
+    """RL on rows of one trained sequence each, all of equal length, with the default loss. The engine has reported
+    `top_k` tokens at each place."""
+    device, tokens, rows = mesh.process.device, lengths[0], len(lengths)
     ones = torch.ones(tokens, device=device)
+    places = (tokens - 1, top_k)
+    top = SamplerTop(
+        torch.randint(vocabulary, places, device=device),
+        torch.full(places, -10.0, device=device),
+        torch.ones(tokens - 1, dtype=torch.bool, device=device),
+    )
     row = Row(
         layout=RowLayout.of_mask(torch.arange(tokens) > 0, [tokens], device),
         input_ids=torch.randint(vocabulary, (tokens,), device=device),
@@ -43,6 +52,7 @@ def rl_pass(model: nn.Module, vocabulary: int, tokens: int, rows: int, config: M
         temperatures=ones,
         teacher_logprobs=None,
         versions=torch.zeros(tokens, device=device, dtype=torch.long),
+        sampler_top=top if top_k else None,
     )
     runner = ForwardBackward(model, setup_loss(DefaultLossConfig()), vocab_chunk_of(config), mesh)
     return lambda: runner.run([row] * rows, StepSize.from_rows([row] * rows, mesh.data_axis))

@@ -187,7 +187,7 @@ def _pass(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Step
     vocabulary = SHAPES[case.shape]["vocab_size"]
     if case.kind == "sft":
         return sft_pass(model, vocabulary, [case.seq_len], 1, mesh)
-    return rl_pass(model, vocabulary, case.seq_len, 1, config, mesh)
+    return rl_pass(model, vocabulary, [case.seq_len], config, mesh)
 
 
 def _plain(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[nn.Module, Step]:

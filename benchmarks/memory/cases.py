@@ -54,6 +54,8 @@ class Case:
     optimizer: str = "adamw"
     is_rounded: bool = False
     """With `optim.stochastic_rounding`."""
+    top_k: int = 0
+    """RL: number of likeliest tokens that the engine reports with every token."""
     as_on_gpu: bool = True
     """With the operations that a trainer on a GPU runs. False: with our kernels for CPUs."""
 
@@ -95,6 +97,7 @@ def grid() -> Iterator[Case]:
         Case("rl, llama, disabled fused head", kind="rl", settings=BFLOAT16 | {"fused_lm_head_chunk_size": "disabled"}),
         Case("rl, llama, 1024 tokens", kind="rl", seq_len=1024),
         Case("rl, llama, lora 16", kind="rl", settings=BFLOAT16 | {"lora": {"rank": 16}}),
+        Case("rl, llama, top-k", kind="rl", top_k=8),
         Case("rl, qwen3, ac", QWEN3, kind="rl", settings=BFLOAT16 | {"ac": {}}, seq_len=1024),
     ]
     yield from both

@@ -88,6 +88,7 @@ def _compared(case: Case, mesh: Mesh, folder: Path) -> Result:
         "cuda" if case.as_on_gpu else "cpu",
         case.kind == "rl",
         is_rounded=case.is_rounded,
+        is_beside_sampler=case.top_k > 0,
     )
     estimated = sum(peak_memory(training).values())
     # Gradients count in full on both sides, although some cases have none at their peak.

@@ -131,7 +131,7 @@ def _pass(case: Case, config: ModelConfig, model: nn.Module, mesh: Mesh) -> Call
     vocabulary = case.model["vocab_size"]
     if case.kind == "sft":
         return sft_pass(model, vocabulary, [case.seq_len] * case.micro_batch, case.rows, mesh)
-    return rl_pass(model, vocabulary, case.seq_len, case.rows, config, mesh)
+    return rl_pass(model, vocabulary, [case.seq_len] * case.rows, config, mesh, case.top_k)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

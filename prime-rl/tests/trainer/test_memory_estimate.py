@@ -60,6 +60,8 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, adapters", TINY, seq_len=384, settings=BFLOAT16 | {"lora": {"rank": 8}}),
         Case("as on a GPU, an adapter of the head", TINY, seq_len=384, settings=BFLOAT16 | {"lora": HEAD}),
         Case("as on a GPU, rl", TINY, kind="rl", seq_len=384),
+        Case("as on a GPU, rl, top-k", WIDE, kind="rl", seq_len=384, top_k=8),
+        Case("on a CPU, rl, top-k", WIDE, as_on_gpu=False, kind="rl", seq_len=384, top_k=8),
         Case("as on a GPU, mostly blocks", BLOCKS, seq_len=256, settings={"compute_dtype": "float32"}),
         Case("as on a GPU, mostly blocks, rl", BLOCKS, kind="rl", seq_len=128),
         Case("on a CPU", as_on_gpu=False),

@@ -17,7 +17,6 @@ from prime_rl.checks.memory.shapes import ModelShape, count
 from prime_rl.checks.memory.traffic import traffic_of_row
 from prime_rl.checks.memory.training import (
     BYTES,
-    STATES,
     Device,
     Parts,
     Training,
@@ -354,16 +353,19 @@ def _own_tokens(row_tokens: int, model: ModelConfig, shape: ModelShape) -> int:
 
 def _tower(training: Training) -> Parts:
     """The weights of the vision tower, and what it computes of a row of image tokens alone."""
-    vision, tower = training.model.vision, training.shape.tower
+    vision = training.model.vision
     if vision is None or training.shape.whole.get("model_type") not in VISION_FAMILIES:
         return {}  # a start check refuses others
-    # All of it is gathered in each process while a row is computed. One that is trained in full has gradients and
-    # states; those of its adapters are a few percent of it, and not counted.
     is_trained = vision.tower_lr is not None
-    copies = 2 + STATES[training.optimizer] if is_trained and training.model.lora is None else 1
-    size = training.compute_bytes
-    each = training.master_bytes if training.model.lora is None else min(training.master_bytes, size)  # frozen
-    weights = copies * tower * each // training.shards + tower * size
+    whole = training.model.model_copy(update={"quantization": None})
+    own, size = replace(training, shape=training.shape.of_tower, model=whole), training.compute_bytes
+    # All of it is gathered in each process while a row is computed.
+    gathered = own.shape.parameters * size
+    if is_trained:
+        weights = own.weights + own.gradients + own.states + gathered
+    else:
+        frozen = own.master_bytes if own.model.lora is None else min(own.master_bytes, size)
+        weights = own.shape.parameters * frozen // own.shards + gathered
     images = tower_activations(training.shape.whole, training.row_tokens, size, is_trained=is_trained)
     if not is_trained:  # it has ended when the language model begins, whose parts are larger or smaller
         peak = peak_memory(training)
@@ -419,7 +421,8 @@ def estimate_rl(
     training = Training(
         shapes[0], trainer.model, trainer.optim.type, row_tokens, seq_len, processes, None, device, is_rl=True
     )
-    training = replace(training, is_rounded=is_rounded(trainer.optim))
+    is_beside_sampler = config.orchestrator.sampling.reported > 0
+    training = replace(training, is_rounded=is_rounded(trainer.optim), is_beside_sampler=is_beside_sampler)
     trained = [training]
     if trainer.critic is not None:
         quantization = None if trainer.critic.lora is None else trainer.model.quantization

@@ -260,8 +260,8 @@ class ModelShape:
     config: Mapping[str, Any]
     tensors: Tensors
     """As named on the hub, without a tied head. The experts of a layer are stacked: [experts, out, in]."""
-    tower: int = 0
-    """Number of parameters of a checkpoint beside its language model."""
+    tower: Tensors = field(default_factory=dict)
+    """What a checkpoint holds beside its language model, as that has it."""
     packed: QuantizationConfig | None = None
     """How the files hold weights, if they do so in 4 bits."""
     whole: Mapping[str, Any] = field(default_factory=dict)
@@ -290,7 +290,14 @@ class ModelShape:
         if num_layers is not None:
             config = {**config, "num_hidden_layers": min(num_layers, config["num_hidden_layers"])}
             tensors = {key: shape for key, shape in tensors.items() if _layer_of(key) < num_layers}
-        return cls(config, tensors, count(shapes) - count(held), ModelDescription(config).packed, stated)
+        tower = {name: shape for name, shape in shapes.items() if is_of_tower(name)}
+        return cls(config, tensors, tower, ModelDescription(config).packed, stated)
+
+    @property
+    def of_tower(self) -> ModelShape:
+        """The tower as a model of its own, which is stored as numbers: bitsandbytes' files may have it in 4 bits."""
+        last = max(map(_layer_of, self.tower), default=-1)
+        return ModelShape({**self.config, "num_hidden_layers": last + 1}, {**self.tower})
 
     @cached_property
     def tells_packed(self) -> bool:

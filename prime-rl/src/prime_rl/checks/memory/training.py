@@ -6,6 +6,7 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,9 +74,12 @@ def block_activations(
     return BlockActivations(saved, size * hidden, temporary)
 
 
+_EMBEDDING = re.compile(r"embed|wte|wpe")
+
+
 def linear_paths(block: Tensors) -> list[str]:
-    """Paths of the linear layers of a block, without experts."""
-    names = [name for name, shape in block.items() if len(shape) == 2]
+    """Paths of the linear layers of a block, without experts, and of those that are in none."""
+    names = [name for name, shape in block.items() if len(shape) == 2 and not _EMBEDDING.search(name)]
     return [name.removesuffix(".weight") for name in names]
 
 
@@ -178,6 +182,8 @@ _FLOAT_LOGITS = 2**22
 _CACHED_FLOAT_LOGITS = 2**20
 _PLAIN_FLOATS = 3
 """Float32 tensors of the model's own head that exist at the same time: log-softmax, its exponentials, a product."""
+_FLOATS_BESIDE_SAMPLER = 5
+"""The same beside a sampler: logits, log-probabilities, and three of the entropy."""
 _FLOAT32 = 4
 
 
@@ -219,10 +225,12 @@ def sft_loss(
 
 
 def rl_loss(
-    shape: ModelShape, model: ModelConfig, tokens: int, size: int, on_cpu: bool, trains_head: bool
+    shape: ModelShape, model: ModelConfig, tokens: int, size: int, trains_head: bool, is_beside_sampler: bool
 ) -> LossMemory:
-    """Log-probabilities with `fused_logprobs`, or with the model's own head."""
+    """Log-probabilities with `fused_logprobs`, or with the model's own head, as always beside a sampler."""
     chunk = model.fused_lm_head_chunk_size
+    if is_beside_sampler:
+        return _plain_head(shape.vocab, shape.hidden, tokens, size, _FLOATS_BESIDE_SAMPLER)
     if chunk == "disabled" or not _has_plain_head(shape, model):
         return _plain_head(shape.vocab, shape.hidden, tokens, size)
     width = min(shape.vocab, DEFAULT_VOCAB_CHUNK if chunk == "auto" else chunk)
@@ -237,10 +245,10 @@ def rl_loss(
     return LossMemory(states + max(forward, backward), states + of_weight)
 
 
-def _plain_head(vocab: int, hidden: int, tokens: int, size: int) -> LossMemory:
+def _plain_head(vocab: int, hidden: int, tokens: int, size: int, floats: int = _PLAIN_FLOATS) -> LossMemory:
     chunk = min(tokens, max(1, _LOGITS // vocab)) * vocab
     states = tokens * hidden * size
-    return LossMemory(2 * states + chunk * _PLAIN_FLOATS * _FLOAT32, states + size * vocab * hidden)
+    return LossMemory(2 * states + chunk * floats * _FLOAT32, states + size * vocab * hidden)
 
 
 def _has_plain_head(shape: ModelShape, model: ModelConfig) -> bool:
@@ -292,6 +300,8 @@ class Training:
     """The loss is of log-probabilities of answers, as in RL."""
     is_rounded: bool = False
     """The optimizer updates weights in bfloat16 by `stochastic_rounding`."""
+    is_beside_sampler: bool = False
+    """The engine reports its likeliest tokens, as with `sampling.top_k`: the head computes whole logits for them."""
 
     @property
     def shards(self) -> int:
@@ -325,8 +335,9 @@ class Training:
 
     @property
     def adapter_parameters(self) -> list[int]:
-        """Parameters of the adapters of each block."""
-        lora, placed = self.model.lora, zip(self.shape.blocks, self.shape.places, strict=True)
+        """Parameters of the adapters of each block, and last, of the layers that are in none."""
+        lora, shape = self.model.lora, self.shape
+        placed = zip([*shape.blocks, shape.root], [*shape.places, ""], strict=True)
         return [] if lora is None else [adapter_parameters(block, lora, place) for block, place in placed]
 
     @property
@@ -397,12 +408,13 @@ class Training:
 
     @cached_property
     def loss(self) -> LossMemory:
-        make = rl_loss if self.is_rl or self.scores_answers else sft_loss
         lora = self.model.lora
         # With a tied head, its weight is the embedding's.
         trains_head = lora is None or any(_is_saved(lora, name) for name in self.shape.root if "norm" not in name)
         tokens = -(-self.row_tokens // self.model.tp)
-        return make(self.shape, self.model, tokens, self.compute_bytes, self.device == "cpu", trains_head)
+        if self.is_rl or self.scores_answers:
+            return rl_loss(self.shape, self.model, tokens, self.compute_bytes, trains_head, self.is_beside_sampler)
+        return sft_loss(self.shape, self.model, tokens, self.compute_bytes, self.device == "cpu", trains_head)
 
     @property
     def precision(self) -> Precision:
@@ -570,7 +582,7 @@ def _in_backward(training: Training) -> Parts:
         largest = max(training.shape.blocks, key=count)
         lora, size = training.model.lora, training.compute_bytes
         own = _of_one_process(largest, training.model)
-        trained = own if lora is None else max(training.adapter_parameters)
+        trained = own if lora is None else max(training.adapter_parameters[:-1])
         # While a block computes, one of its matrices has a gradient that is not freed yet; at its end, all have.
         matrix = max(_of_one_process({name: of}, training.model) for name, of in largest.items())
         computing = temporary + size * (matrix if lora is None else 0)
