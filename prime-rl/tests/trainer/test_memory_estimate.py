@@ -16,10 +16,17 @@ import torch
 import transformers as tf
 from torch.profiler import ProfilerActivity, profile
 
+from prime_rl.checks.memory import ModelShape
+from prime_rl.checks.memory.estimate import estimate_sft
 from prime_rl.checks.memory.training import BLOCK_QUERIES, BLOCK_SCORES, tower_activations
-from prime_rl.checks.model_description import VISION_FAMILIES
+from prime_rl.checks.model_description import VISION_FAMILIES, is_of_tower
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.trainer.model import layouts
+from prime_rl.trainer.model.build import setup_model
+from prime_rl.trainer.optim.optimizer import setup_optimizer
 from prime_rl.trainer.process.mesh import Mesh
+
+from .vision_checkpoints import save_checkpoint
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "benchmarks" / "memory")]
 
@@ -138,3 +145,41 @@ def test_the_estimated_activations_of_a_tower_are_the_measured_ones(family: str,
     for measured, is_trained in ((trained, True), (frozen, False)):
         estimated = tower_activations(stated, tokens, 4, is_trained=is_trained)
         assert estimated == pytest.approx(measured, rel=0.1), (is_trained, measured / estimated)
+
+
+QLORA = {"lora": {"rank": 4, "target_modules": ["all-linear"]}, "quantization": "nf4"}
+SAVED = {"lora": {"rank": 2, "target_modules": ["qkv"], "modules_to_save": ["merger"]}}
+
+
+@pytest.mark.parametrize(
+    ("optim", "model"),
+    [
+        ({"type": "adamw", "stochastic_rounding": True}, {"optimization_dtype": "bfloat16"}),
+        ({"type": "adafactor"}, {}),
+        ({"type": "adamw"}, QLORA),
+        ({"type": "adamw"}, SAVED),
+    ],
+    ids=["rounded", "adafactor", "nf4", "in part"],
+)
+def test_a_tower_that_is_trained_has_the_estimated_weights_gradients_and_states(
+    optim: dict[str, Any], model: dict[str, Any], tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    if "quantization" in model:
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    save_checkpoint("qwen3_vl", tmp_path, tiny_model_dir)
+    given = {"name": str(tmp_path), "attn": "sdpa", "vision": {"tower_lr": 1e-3}, **model}
+    data = {"name": "rows.jsonl", "seq_len": 64, "batch_size": 1}
+    config = SFTConfig(device="cpu", max_steps=1, model=given, data=data, optim=optim)
+    shape = ModelShape.of(str(tmp_path))
+    (trainer,) = estimate_sft(config, shape, 1, None, "cpu", {}).components
+
+    trained = setup_model(config.model, mesh)
+    optimizer = setup_optimizer(config.optim, trained)
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    tower = [each for name, each in trained.named_parameters() if is_of_tower(name)]
+    held = [state for each in tower for state in optimizer.state.get(each, {}).values() if state.ndim]
+    held += [*tower, *(each.grad for each in tower if each.grad is not None)]
+    gathered = 4 * shape.of_tower.parameters
+    assert trainer.parts["tower"] - gathered == pytest.approx(sum(each.nbytes for each in held), rel=0.02)

@@ -330,8 +330,13 @@ class Training:
         lora = self.model.lora
         if lora is None:
             return self.shape.parameters
-        saved = [shape for name, shape in self.shape.tensors.items() if _is_saved(lora, name)]
-        return sum(map(prod, saved)) + sum(self.adapter_parameters)
+        return self.saved + sum(self.adapter_parameters)
+
+    @cached_property
+    def saved(self) -> int:
+        """Parameters that are trained in full beside adapters."""
+        lora, named = self.model.lora, self.shape.tensors.items()
+        return 0 if lora is None else sum(prod(shape) for name, shape in named if _is_saved(lora, name))
 
     @property
     def adapter_parameters(self) -> list[int]:
@@ -346,7 +351,7 @@ class Training:
         if self.model.lora is None:
             return self.shape.parameters * self.master_bytes // self.shards
         size = min(self.master_bytes, self.compute_bytes)
-        frozen = self.stored(self.shape.parameters, self.shape.blocks, size)
+        frozen = self.stored(self.shape.parameters - self.saved, self.shape.blocks, size)
         # PiSSA also keeps where its adapters started.
         frozen += (self.model.lora.ranks_per_export - 1) * sum(self.adapter_parameters) * size
         return (frozen + self.trained * self.master_bytes) // self.shards
