@@ -16,13 +16,13 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from gradients_of_a_batch import LENGTHS, rl_gradient, rl_rows, sft_gradient, sft_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -48,9 +48,9 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
 LINEAR = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
 MODELS = {
     "dense": ("qwen3", HEADS),
-    "experts": ("qwen3_moe", HEADS | {"num_experts": 8}),
+    "experts": ("qwen3_moe", HEADS | {"num_local_experts": 8}),
     # Rows of 256 values, whose moments have 8 bits.
-    "experts in 8 bits": ("qwen3_moe", HEADS | {"num_experts": 8, "hidden_size": 256}),
+    "experts in 8 bits": ("qwen3_moe", HEADS | {"num_local_experts": 8, "hidden_size": 256}),
     "hybrid": ("qwen3_5_text", HEADS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]}),
 }
 ADAPTER = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
@@ -168,53 +168,56 @@ def say(*columns: str) -> None:
     sys.stdout.flush()
 
 
-def run(arguments: argparse.Namespace) -> int:
-    process = setup_world("cpu", timeout_s=3600)
-    rows = [
-        (model, settings, mesh)
-        for model in arguments.models
-        for settings in arguments.settings
-        for mesh in meshes(process.world_size, model)
-        if process.world_size == 1 or not arguments.meshes or mesh in arguments.meshes
-    ]
-    failures = 0
-    for model, settings, mesh in rows:
-        config = config_of(arguments.directory, model, settings, mesh)
-        kept = arguments.directory / f"{model}, {settings}"
-        kept.mkdir(exist_ok=True)
-        reference = kept / "reference"
-        found = trained_on(config, process, kept / f"{process.world_size} {mesh}")
-        if process.world_size == 1:
-            torch.save(found, reference)
-        if process.is_main:
-            largest = max(differences(found, torch.load(reference)).items(), key=lambda item: item[1])
-            failures += largest[1] > 1e-5
-            say(model, settings, mesh, f"{largest[1]:.1e} {largest[0]}")
-    dist.barrier()  # until the main process has written all tensors
-    for model, settings, mesh in rows:
-        config = config_of(arguments.directory, model, settings, mesh)
-        saved = sorted((arguments.directory / f"{model}, {settings}").glob("*.pt"))[:: arguments.every]
-        different = different_checkpoints(config, process, saved)
-        failures += len(different)
-        if process.is_main:
-            say(model, settings, mesh, f"other bits: {', '.join(different) or 'none'}")
-    destroy_world()
-    return int(failures > 0)
+def train(arguments: argparse.Namespace, row: Sequence[str], process: Process) -> bool:
+    """Whether the mesh of a row computes what one process does, which is the first to run."""
+    model, settings, mesh = row
+    config = config_of(arguments.directory, *row)
+    kept = arguments.directory / f"{model}, {settings}"
+    kept.mkdir(exist_ok=True)
+    found = trained_on(config, process, kept / f"{process.world_size} {mesh}")
+    if process.world_size == 1:
+        torch.save(found, kept / "reference")
+    if not process.is_main:
+        return True
+    name, largest = max(differences(found, torch.load(kept / "reference")).items(), key=lambda item: item[1])
+    say(*row, f"{largest:.1e} {name}")
+    return largest <= 1e-5
+
+
+def load(arguments: argparse.Namespace, row: Sequence[str], process: Process) -> bool:
+    """Whether the mesh of a row loads the checkpoints of all others bit by bit."""
+    model, settings, _ = row
+    saved = sorted((arguments.directory / f"{model}, {settings}").glob("*.pt"))[:: arguments.every]
+    different = different_checkpoints(config_of(arguments.directory, *row), process, saved)
+    if process.is_main:
+        say(*row, f"other bits: {', '.join(different) or 'none'}")
+    return not different
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """One process, then all. They are forks of this one: loading PyTorch takes most of a small table's time."""
+    """Each row in processes of its own, or the groups of all meshes would stay open and slow the later ones.
+
+    They are forks of this one: loading PyTorch takes most of a small table's time.
+    """
     sys.path.append(str(Path(__file__).parents[1] / "models"))
     from model_cases import Case, save_tiny_model
 
     for model in arguments.models:
         save_tiny_model(Case(*MODELS[model]), arguments.directory / model)
-    codes = (forked(arguments, processes) for processes in (1, arguments.processes))
+    rows = [
+        (count, (model, settings, mesh))
+        for count in (1, arguments.processes)
+        for model in arguments.models
+        for settings in arguments.settings
+        for mesh in meshes(count, model)
+        if count == 1 or not arguments.meshes or mesh in arguments.meshes
+    ]
+    codes = [forked(partial(work, arguments, row), count) for work in (train, load) for count, row in rows]
     return next(filter(None, codes), 0)
 
 
-def forked(arguments: argparse.Namespace, processes: int) -> int:
-    """The exit code of `run` in some processes: the first that is not 0."""
+def forked(work: Callable[[Process], bool], processes: int) -> int:
+    """The exit code of `work` in some processes: the first that is not 0."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     children = set()
@@ -224,7 +227,9 @@ def forked(arguments: argparse.Namespace, processes: int) -> int:
             os.environ |= {key: str(value) for key, value in place.items()}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             with leaving_at_once():
-                sys.exit(run(arguments))
+                is_right = work(setup_world("cpu", timeout_s=3600))
+                destroy_world()
+                sys.exit(not is_right)
         children.add(child)
     code = 0
     while children:
