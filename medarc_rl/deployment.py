@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medarc_rl.backends.options import NODE_GPUS
+from medarc_rl.backends.options import NODE_GPUS, RlGpus, RlShape
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import GivenConfig, OwnedKeys
 from prime_rl.configs.areal import GPUS_PER_NODE, AllocationError, with_derived_keys
@@ -44,12 +44,14 @@ class GpuSplit:
         elif self.total > NODE_GPUS:
             raise UsageError(
                 f"--train-gpus {self.train} + --infer-gpus {self.infer} = {self.total} GPUs: "
-                f"RL takes 2 to {NODE_GPUS} of one node, or --single-gpu"
+                f"RL takes 2 to {NODE_GPUS} of one node, or shares them: --single-gpu, --colocate N"
             )
 
     @property
     def option(self) -> str:
-        """The option of GPUs that are shared."""
+        """The options that mean it."""
+        if not self.shares_gpus:
+            return f"--train-gpus {self.train} --infer-gpus {self.infer}"
         return "--single-gpu" if self.train == 1 else f"--colocate {self.train}"
 
     @property
@@ -93,29 +95,21 @@ class RlNodes:
         }
 
 
-def rl_nodes(
-    given: GivenConfig[RLConfig],
-    nodes: tuple[int | None, int | None],
-    gpus: Sequence[int | None],
-    single_gpu: bool,
-) -> RlNodes | None:
+def rl_nodes(given: GivenConfig[RLConfig], options: RlShape) -> RlNodes | None:
     """The nodes of trainer and inference that the options or the config give; None: the run has one node.
 
-    Args:
-        nodes: of trainer and inference, as options.
-        gpus: of the trainer and of inference on each node, as options.
-        single_gpu: whether both were asked to share one GPU.
-
     Raises:
-        UsageError: nodes would have different numbers of GPUs, or both would have to share one.
+        UsageError: nodes would have different numbers of GPUs, or both would have to share some.
     """
-    table = _deployment(given)
+    table, shared = _deployment(given), _shared(options)
+    nodes, gpus = (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus)
     if nodes == (None, None) and table.get("type") != "multi_node":
         return None
-    if single_gpu:
+    if shared is not None:
         what = _typed(("--train-nodes", nodes[0]), ("--infer-nodes", nodes[1])) or "deployment.type = 'multi_node'"
         raise UsageError(
-            f"--single-gpu, {what}: trainer and inference share one GPU or have nodes of their own; leave one out"
+            f"{shared.option}, {what}: trainer and inference share GPUs of one node or have nodes of their own; "
+            "leave one out"
         )
     counts = {each for each in gpus if each is not None}
     if len(counts) > 1:
@@ -129,6 +123,14 @@ def rl_nodes(
     )
     default = GPUS_PER_NODE if table.get("type") == "multi_node" else 1
     return RlNodes(train, infer, _gpus_of_node(counts.pop() if counts else _number(table, "gpus_per_node", default)))
+
+
+def _shared(options: RlGpus) -> GpuSplit | None:
+    """The GPUs that the options share between trainer and servers. Raises UsageError."""
+    if options.single_gpu and options.colocate is not None:
+        raise UsageError(f"--single-gpu, --colocate {options.colocate}: leave one out")
+    shared = 1 if options.single_gpu else options.colocate
+    return None if shared is None else GpuSplit(shared, 1, shares_gpus=True)
 
 
 def _typed(*options: tuple[str, int | None]) -> str:
@@ -163,35 +165,35 @@ def _gpus_of_node(gpus: int) -> int:
     return gpus
 
 
-def rl_split(
-    given: GivenConfig[RLConfig], train: int | None, infer: int | None, single_gpu: bool, colocate: int | None = None
-) -> GpuSplit:
+def rl_split(given: GivenConfig[RLConfig], options: RlGpus) -> GpuSplit:
     """The GPUs that the options give. What they leave out follows from the config's `allocation_mode`, or is 1.
 
     Raises:
         UsageError: one node does not have the GPUs, or would have to share several between trainer and server.
     """
     trainer, servers = _allocated(given)
-    if colocate is not None:
-        others = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or ("--single-gpu" if single_gpu else "")
-        if others or trainer is not None or servers is not None:
-            raise UsageError(f"--colocate {colocate}: leave {others or 'allocation_mode'} out")
-        return GpuSplit(colocate, 1, shares_gpus=True)
-    shares = trainer is not None and servers is not None and trainer[1] == servers[1]
-    asked = (trainer[0] if trainer else 1, servers[0] if servers else 1)
-    if shares and asked != (1, 1):
-        raise UsageError(
-            f"allocation_mode shares {asked[0]} GPUs between trainer and servers: this command can share only one; "
-            "use `rl @ CONFIG`, or give each its own, as in vllm:d4+fsdp:d4"
-        )
+    shared, train, infer = _shared(options), options.train_gpus, options.infer_gpus
+    name = "allocation_mode" if shared is None else shared.option
+    if shared is None and trainer is not None and servers is not None and trainer[1] == servers[1]:
+        if (trainer[0], servers[0]) != (1, 1):
+            raise UsageError(
+                f"allocation_mode shares {trainer[0]} GPUs between trainer and servers: this command can share one; "
+                f"write --colocate {trainer[0]} instead, use `rl @ CONFIG`, or give each its own, as in "
+                "vllm:d4+fsdp:d4"
+            )
+        shared = GpuSplit(1, 1, shares_gpus=True)
     if trainer is not None or servers is not None:
         _check_allocated(given, trainer, servers, (train, infer))
-    counts = train or asked[0], infer or asked[1]
-    if (single_gpu or shares) and counts != (1, 1):
-        one = "--single-gpu" if single_gpu else "allocation_mode"
+    default = shared or GpuSplit(1, 1, shares_gpus=False)
+    counts = (
+        train or (trainer[0] if trainer else default.train),
+        infer or (servers[0] if servers else default.infer),
+    )
+    if shared is not None and counts != (shared.train, shared.infer):
         several = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or "allocation_mode"
-        raise UsageError(f"{one} takes one GPU for trainer and server: leave it out, or {several}")
-    return GpuSplit(*counts, shares_gpus=single_gpu or shares)
+        gpus = "one GPU" if shared.train == 1 else f"{shared.train} GPUs"
+        raise UsageError(f"{name} takes {gpus} for trainer and server: leave it out, or {several}")
+    return GpuSplit(*counts, shares_gpus=shared is not None)
 
 
 def _check_allocated(
@@ -236,21 +238,25 @@ def _allocated(given: GivenConfig[RLConfig]) -> tuple[tuple[int, int] | None, tu
     return places.get("training"), places.get("inference")
 
 
-def check_rl(config: RLConfig, split: GpuSplit | None) -> None:
-    """Raises UsageError with one line for each broken rule. Without a split, the run has several nodes."""
+def check_rl(config: RLConfig, split: GpuSplit | None = None) -> None:
+    """Raises UsageError with one line for each broken rule. Loading a submission has checked its split."""
     faults = []
     if config.inference is None:
         named = "elastic" if config.orchestrator.client.is_elastic else "base_url"
         faults.append(
             f"this command starts the inference server: remove orchestrator.client.{named}, or add an [inference] table"
         )
-    if split is not None and split.shares_gpus:
-        faults += _sharing_faults(config, split.option)
+    if split is not None:
+        faults += sharing_faults(config, split)
     if faults:
         raise UsageError(*faults)
 
 
-def _sharing_faults(config: RLConfig, option: str) -> Iterator[str]:
+def sharing_faults(config: RLConfig, split: GpuSplit) -> Iterator[str]:
+    """One line for each setting that GPUs for trainer and server exclude."""
+    if not split.shares_gpus:
+        return
+    option = split.option
     if config.trainer.weight_broadcast.type == "nccl":
         yield f"{option}: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'"
     if config.inference is not None and config.inference.parallel.tp > 1:
@@ -337,7 +343,7 @@ def check_one_node(config: SFTConfig) -> None:
         )
 
 
-def gpus_of_nodes(config: SFTConfig | RLConfig | OfflineEvalConfig, single_gpu: bool) -> list[int]:
+def gpus_of_nodes(config: SFTConfig | RLConfig | OfflineEvalConfig, shares_gpus: bool) -> list[int]:
     """GPUs (or CPU processes) that a run takes on each of its nodes; inference nodes come first.
 
     Raises:
@@ -346,7 +352,9 @@ def gpus_of_nodes(config: SFTConfig | RLConfig | OfflineEvalConfig, single_gpu: 
     if isinstance(config, SFTConfig):
         sft_gpus(config)
     needed = _needed(config)
-    return [1 + sum(needed.frozen)] if single_gpu and needed.nodes == 1 else list(needed.gpus_of_nodes)
+    if shares_gpus and needed.nodes == 1:
+        return [needed.train + sum(needed.frozen)]
+    return list(needed.gpus_of_nodes)
 
 
 def device_of(config: SFTConfig | RLConfig | OfflineEvalConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from typer import Option
 
 from medarc_rl import medarc_submit
-from medarc_rl.backends.options import MOST_NODES, NODE_GPUS, RlGpus, SlurmJobOptions, SlurmOptions
+from medarc_rl.backends.options import MOST_NODES, NODE_GPUS, RlShape, SlurmJobOptions, SlurmOptions
 from medarc_rl.backends.protocol import Kind
 from medarc_rl.cli import Group, Lazy, Resume, new_app
 from medarc_rl.commands.estimating import EstimateOptions
@@ -48,12 +48,12 @@ class SftOptions(SftGpus, SubmitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions(RlGpus, SubmitOptions):
+class RlOptions(RlShape, SubmitOptions):
     """Options of `rl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(RlGpus, SftGpus, SlurmJobOptions, RunOptions):
+class CheckOptions(RlShape, SftGpus, SlurmJobOptions, RunOptions):
     """Options of `check`: those of the command whose job is checked."""
 
     json: Annotated[bool, Option("--json", help="Print JSON.")] = False
@@ -99,7 +99,7 @@ def rl(words: list[str], options: RlOptions) -> int:
 
     job, run = plan(request)
     refuse_unstartable(run.config, job.project_dir, is_estimate=True)
-    return print_rl_estimate(run.config, job.single_gpu, options, in_job=True)
+    return print_rl_estimate(run.config, job.shares_gpus, options, in_job=True)
 
 
 def check(words: list[str], options: CheckOptions) -> int:
@@ -113,7 +113,7 @@ def check(words: list[str], options: CheckOptions) -> int:
     from medarc_rl.utils import check_startable, maybe_autoset_auth_env
 
     kind, words = _job_kind(words)
-    own, other = (RlGpus, SftGpus) if kind == "rl" else (SftGpus, RlGpus)
+    own, other = (RlShape, SftGpus) if kind == "rl" else (SftGpus, RlShape)
     given = [each.name for each in fields(other) if getattr(options, each.name) != each.default]
     if given:
         raise UsageError(f"{_listed(given)}: no option of {kind}, which takes {_listed(f.name for f in fields(own))}")

@@ -19,7 +19,7 @@ from medarc_rl.backends.options import (
     KubernetesOptions,
     PolicyOptions,
     RayOptions,
-    RlGpus,
+    RlShape,
     SageMakerOptions,
     SlurmOptions,
 )
@@ -65,7 +65,7 @@ class SftOptions(SubmitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions(RlGpus, SubmitOptions):
+class RlOptions(RlShape, SubmitOptions):
     """Options of `rl`."""
 
 
@@ -156,12 +156,9 @@ def rl_request(words: list[str], options: RlOptions, program: str = "medarc_subm
     from prime_rl.configs.rl import RLConfig
 
     given = _given(RLConfig, words, options)
-    nodes = rl_nodes(
-        given, (options.train_nodes, options.infer_nodes), (options.train_gpus, options.infer_gpus), options.single_gpu
-    )
-    if nodes is not None:
+    if (nodes := rl_nodes(given, options)) is not None:
         return _request("rl", given, options, program, owned=nodes.owned, nodes=nodes.total)
-    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu)
+    split = rl_split(given, options)
     return _request("rl", given, options, program, owned=split.owned, nodes=1, split=split)
 
 

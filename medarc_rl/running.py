@@ -114,7 +114,7 @@ def _start_sft(command: str, words: list[str], options: SftOptions) -> tuple[int
 def _start_rl(words: list[str], options: RlOptions) -> tuple[int, RecoverConfig]:
     """Returns the exit code, and what to do after a failure."""
     given = GivenConfig.read(RLConfig, [*words, *resume_words(options.resume)])
-    split = rl_split(given, options.train_gpus, options.infer_gpus, options.single_gpu, options.colocate)
+    split = rl_split(given, options)
     run = load_run(given, "rl", options.output_dir, split.owned)
     check_rl(run.config, split)
     if options.preflight or options.estimate:

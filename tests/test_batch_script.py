@@ -133,7 +133,7 @@ def test_the_script_becomes_the_launcher(command: str, config: str, project, tmp
     programs = project(tmp_path / "project")
     programs.record = tmp_path / "calls.jsonl"
     programs.add("python", code=5)
-    assert run_script(make_job(command, tmp_path, single_gpu=command == "rl"), tmp_path).returncode == 5
+    assert run_script(make_job(command, tmp_path, shares_gpus=command == "rl"), tmp_path).returncode == 5
     (call,) = programs.calls
     launcher = f"medarc_rl.launchers.{command}_local"
     assert call["argv"][1:] == ["-m", launcher, "@", f"{tmp_path}/out/configs/{config}.toml"]

@@ -108,9 +108,13 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path
     assert [each["set"] for each in found] == ["model.optim_cpu_offload = true", "model.lora.rank = 16"]
     offloading = answer("medarc_train", *words, "--gpu", "40", "--model.optim-cpu-offload")["change"]
     assert offloading["set"] == "model.fsdp_cpu_offload = true, model.optim_cpu_offload = false"
-    on_four = ("medarc_train", "rl", rl_toml, "--model.name", model, "--gpu", "48", "--colocate", "4")
-    shared = answer(*on_four, "--inference.gpu-memory-utilization", "0.8")["change"]
-    assert shared["set"].endswith("--train-gpus 4 --infer-gpus 1 instead of --colocate 4")
+    on_four = ("rl", rl_toml, "--model.name", model, "--gpu", "48", "--colocate", "4")
+    shared, in_job = (
+        answer(command, *on_four, "--inference.gpu-memory-utilization", "0.8")
+        for command in ("medarc_train", "medarc_slurm")
+    )
+    assert shared["change"]["set"].endswith("--train-gpus 4 --infer-gpus 1 instead of --colocate 4")
+    assert in_job == shared
     (model / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": 6}))
     cheapest = ("--trainer.model.lora.rank", "16", "--trainer.model.fsdp-cpu-offload", "--trainer.model.ac.freq", "1")
     long = ("medarc_train", "rl", rl_toml, "--device", "cuda", "--model.name", model, "--gpu", "24", *cheapest)

@@ -207,14 +207,15 @@ def test_a_whole_node_is_taken_whole(rl_toml: Path, tmp_path: Path) -> None:
     assert not any("cpus-per-gpu" in line for line in header(tmp_path / "out"))
 
 
-def test_one_gpu_for_both(rl_toml: Path, tmp_path: Path) -> None:
-    result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", "--single-gpu")
-    assert "--gres=gpu:1" in header(tmp_path / "out")
+@pytest.mark.parametrize(("words", "gpus"), [(("--single-gpu",), 1), (("--colocate", 4), 4)])
+def test_the_same_gpus_for_both(words: tuple[object, ...], gpus: int, rl_toml: Path, tmp_path: Path) -> None:
+    result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", *words)
+    assert f"--gres=gpu:{gpus}" in header(tmp_path / "out")
+    deployment = tomllib.loads((tmp_path / "out" / "configs" / "rl.toml").read_text())["deployment"]
+    assert (deployment["num_train_gpus"], deployment["num_infer_gpus"]) == (gpus, 1)
     assert "export MEDARC_SINGLE_GPU=1" in (tmp_path / "out" / "rl.sh").read_text()
     assert "0.7 to 0.8" in result.stderr
-    roomy = dry_run(
-        "rl", rl_toml, "--output-dir", tmp_path / "b", "--single-gpu", "--inference.gpu-memory-utilization=0.7"
-    )
+    roomy = dry_run("rl", rl_toml, "--output-dir", tmp_path / "b", *words, "--inference.gpu-memory-utilization=0.7")
     assert roomy.stderr == ""
 
 
@@ -242,6 +243,12 @@ RL_FAULTS = [
         "{rl} --single-gpu --infer-gpus 2",
         "error: --single-gpu takes one GPU for trainer and server: leave it out, or --infer-gpus 2",
     ),
+    ("{rl} --colocate 0", "'--colocate': Input should be greater than or equal to 1"),
+    ("{rl} --colocate 9", "'--colocate': Input should be less than or equal to 8"),
+    ("{rl} --colocate 2 --single-gpu", "error: --single-gpu, --colocate 2: leave one out"),
+    ("{rl} --colocate 2 --infer-gpus 2", "error: --colocate 2 takes 2 GPUs for trainer and server: leave it out, or"),
+    ("{rl} --colocate 2 --infer-nodes 1", "error: --colocate 2, --infer-nodes 1: trainer and inference share GPUs of"),
+    ("{rl} --colocate 2 --weight-broadcast.type nccl --max-async-level 1", "'nccl' needs two GPUs, one on each side"),
     ("{rl} --single-gpu --train-gpus 2 --infer-gpus 3", "leave it out, or --train-gpus 2 --infer-gpus 3"),
     ("{rl} --single-gpu --allocation-mode vllm:d2+fsdp:d2", "leave it out, or allocation_mode"),
     ("{rl} --single-gpu --train-gpus 2 --train-nodes 2", "--single-gpu, --train-nodes 2: trainer and inference share"),
@@ -463,8 +470,8 @@ def test_a_token_is_only_filled_in_where_there_is_none(monkeypatch: pytest.Monke
         ("rl", "--gpus 3 --nodes 2", "--gpus, --nodes: no option of rl, which takes --train-gpus, --infer-gpus,"),
         (
             "sft",
-            "--train-gpus 3 --single-gpu",
-            "--train-gpus, --single-gpu: no option of sft, which takes --gpus, --nodes",
+            "--train-gpus 3 --colocate 3",
+            "--train-gpus, --colocate: no option of sft, which takes --gpus, --nodes",
         ),
     ],
 )

@@ -22,8 +22,10 @@ from medarc_rl.deployment import gpus_of_nodes
 from medarc_rl.errors import UsageError
 from medarc_rl.jobs import JobRecord, Status, circumstances
 from medarc_rl.utils import GivenConfig, load_run
+from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.launch import LocalHost
+from prime_rl.utils.pydantic_config import parse_argv_or_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 SFT = """
@@ -49,7 +51,7 @@ def test_the_server_of_an_evaluation_beside_training_gets_a_gpu(tmp_path: Path) 
     (tmp_path / "sft.toml").write_text(SFT + EVAL)
     given = GivenConfig.read(SFTConfig, [str(tmp_path / "sft.toml")])
     config = load_run(given, "sft", tmp_path, {"deployment.num_gpus": 2}).config
-    assert gpus_of_nodes(config, single_gpu=False) == [3]
+    assert gpus_of_nodes(config, shares_gpus=False) == [3]
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --inexact --extra ray")
@@ -67,16 +69,19 @@ def test_an_allocation_mode_asks_for_whole_nodes(kind: str, mode: str, bundles: 
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed: uv sync --inexact --extra ray")
-@pytest.mark.parametrize(("shape", "gpus"), [((), 2), (("--single-gpu",), 1)])
-def test_trainer_and_server_have_a_gpu_each_or_share_one(shape: tuple[str, ...], gpus: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "gpus"), [((), 2), (("--single-gpu",), 1), (("--colocate", "3"), 3)])
+def test_trainer_and_server_have_gpus_each_or_share_them(shape: tuple[str, ...], gpus: int, tmp_path: Path) -> None:
     example = ROOT / "examples" / "reverse_text" / "rl_cpu.toml"
     words = ["rl", str(example), *shape, "--device", "auto", "--output-dir", str(tmp_path / "run")]
     result = CliRunner().invoke(medarc_submit.app, [*words, "--to", "ray", "--dry-run"])
     assert result.exit_code == 0, result.output
     asked, driver = (line for line in result.stdout.splitlines() if line.startswith(("# placement", "# driver")))
     assert json.loads(asked.partition("PACK ")[2]) == [{"CPU": 1, "GPU": gpus}]
-    options, _ = _options(shlex.split(driver.removeprefix("# driver: "))[3:])
-    assert options.single_gpu == bool(shape)
+    options, given = _options(shlex.split(driver.removeprefix("# driver: "))[3:])
+    assert options.colocate == (gpus if shape else None)
+    if shape:  # a config of the driver's own users may name other numbers
+        table = parse_argv_or_exit(RLConfig, argv=["@", str(example), "--device", "auto", *given[2:]])
+        assert gpus_of_nodes(table, shares_gpus=True) == [gpus]
 
 
 def submitted(directory: Path, config: str, program: str) -> JobRecord:

@@ -94,20 +94,25 @@ def three_gpus_taken(slurm, tmp_path: Path) -> Iterator[None]:
     gate.write_text("")
 
 
+GPUS_OF_JOBS = {"--train-gpus 2 --infer-gpus 1": ("3,4,5", "0"), "--colocate 2": ("3,4", "1")}
+"""The GPUs that a job gets, and whether each serves and trains."""
+
+
+@pytest.mark.parametrize("split", GPUS_OF_JOBS)
+@pytest.mark.usefixtures("three_gpus_taken")
 def test_an_rl_job_runs_the_launcher_on_the_gpus_that_slurm_gave(
-    slurm, three_gpus_taken, stand_ins, project, rl_toml: Path, tmp_path: Path
+    slurm, stand_ins, project, rl_toml: Path, tmp_path: Path, split: str
 ) -> None:
     project(tmp_path / "project")
     out = tmp_path / "out"
-    words = ("--train-gpus", 2, "--infer-gpus", 1, "--project-dir", tmp_path / "project", "--output-dir", out)
+    words = (*split.split(), "--project-dir", tmp_path / "project", "--output-dir", out)
     result = submit_and_wait("rl", rl_toml, *words)
     assert result.exit_code == 0, result.output
     job = slurm.job(job_id_of(result))
     assert (job["JobState"], job["ExitCode"], job["JobName"]) == ("COMPLETED", "0:0", "tiny-rl")
     (call,) = stand_ins.calls
     assert call["argv"][1:] == ["-m", "medarc_rl.launchers.rl_local", "@", f"{out}/configs/rl.toml"]
-    assert call["env"]["CUDA_VISIBLE_DEVICES"] == "3,4,5"
-    assert call["env"]["MEDARC_SINGLE_GPU"] == "0"
+    assert (call["env"]["CUDA_VISIBLE_DEVICES"], call["env"]["MEDARC_SINGLE_GPU"]) == GPUS_OF_JOBS[split]
     assert call["cwd"] == str(tmp_path / "project")
 
 

@@ -111,15 +111,26 @@ class SlurmOptions(SlurmJobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RlGpus:
-    """GPUs and nodes of an RL run's trainer and inference."""
+    """GPUs of an RL run's trainer and inference on a node."""
 
     train_gpus: Annotated[
-        int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, 1 to 4 of one node; by default 1.")
+        int | None,
+        Option(min=1, max=NODE_GPUS, help="GPUs of the trainer, on a CPU processes: 1 to 4 of one node; by default 1."),
     ] = None
     infer_gpus: Annotated[
         int | None, Option(min=1, max=NODE_GPUS, help="GPUs of the inference server; by default 1.")
     ] = None
-    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
+    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both: --colocate 1.")] = False
+    colocate: Annotated[
+        int | None,
+        Option(min=1, max=NODE_GPUS, help="So many GPUs of one node, each for a process of the trainer and a server."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlShape(RlGpus):
+    """The same, and nodes."""
+
     train_nodes: Annotated[
         int | None,
         Option(min=1, max=MOST_NODES, help="Nodes of the trainer alone. --train-gpus then counts per node."),

@@ -68,7 +68,7 @@ class Request:
     """The command that the user typed, for the job log."""
 
     @property
-    def single_gpu(self) -> bool:
+    def shares_gpus(self) -> bool:
         return self.split is not None and self.split.shares_gpus
 
     def load(
@@ -86,9 +86,12 @@ class Request:
             UsageError: one line for each fault.
         """
         # Imported here: the commands of the job log load no config, and would wait for these imports.
+        from medarc_rl.deployment import sharing_faults
         from medarc_rl.utils import load_run, refuse_other_launcher
 
         run = load_run(self.given, self.kind, output_dir, {**self.owned, **(owned or {})}, submits)
+        if self.split is not None and (faults := [*sharing_faults(run.config, self.split)]):
+            raise UsageError(*faults)
         if self.kind != "eval":  # an evaluation runs on one node and names no launcher
             refuse_other_launcher(run.config, launcher, self.given.words)
         return run
@@ -103,7 +106,7 @@ class Request:
 
         if self.kind == "eval" or self.gpus == 0:
             return self.gpus or 0
-        return max(gpus_of_nodes(config, self.single_gpu))
+        return max(gpus_of_nodes(config, self.shares_gpus))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,7 +215,7 @@ def config_device(config: SFTConfig | RLConfig) -> str:
 def _answer(config: SFTConfig | RLConfig, job: BatchJob, gpu: Gpu | None, place: Callable[[str], str]) -> Answer:
     if isinstance(config, SFTConfig):
         return sft_answer(config, training_gpus(config), gpu, in_job=True, place=place)
-    return rl_answer(config, job.single_gpu, gpu, in_job=True, place=place)
+    return rl_answer(config, job.shares_gpus, gpu, in_job=True, place=place)
 
 
 def offered_gpu(job: BatchJob, limit_s: float = SLURM_LIMIT_S) -> Gpu | None:

@@ -51,9 +51,9 @@ def print_sft_estimate(config: SFTConfig, gpus: int, options: EstimateOptions, *
     return _print(f"SFT of {config.model.name}", sft_answer(config, gpus, _gpu(options), in_job=in_job), options)
 
 
-def print_rl_estimate(config: RLConfig, single_gpu: bool, options: EstimateOptions, *, in_job: bool) -> int:
+def print_rl_estimate(config: RLConfig, shares_gpus: bool, options: EstimateOptions, *, in_job: bool) -> int:
     """The same for RL."""
-    answer = rl_answer(config, single_gpu, _gpu(options), in_job=in_job)
+    answer = rl_answer(config, shares_gpus, _gpu(options), in_job=in_job)
     return _print(f"RL of {config.trainer.model.name}", answer, options)
 
 
@@ -85,9 +85,9 @@ def sft_answer(
 
 
 def rl_answer(
-    config: RLConfig, single_gpu: bool, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
+    config: RLConfig, shares_gpus: bool, gpu: Gpu | None, *, in_job: bool, place: Callable[[str], str] = str
 ) -> Answer:
-    """The same for RL, on the GPUs of its `deployment`. `single_gpu`: trainer and server share one."""
+    """The same for RL, on the GPUs of its `deployment`. `shares_gpus`: each serves and trains."""
     from prime_rl.checks.memory import estimate_rl
     from prime_rl.checks.memory.changes import Variant, rl_changes
     from prime_rl.checks.memory.estimate import CRITIC
@@ -105,7 +105,7 @@ def rl_answer(
         return estimate_rl(run.config, shapes, (run.train, run.infer), gpu, device, others)
 
     train, infer = _gpus(config)
-    infer = 0 if single_gpu else infer
+    infer = 0 if shares_gpus else infer
     trained_shapes = [shape] if critic is None else [shape, others[CRITIC]]
     return _answer(Variant(config, train, infer), list(rl_changes(config, train, infer)), estimate, *trained_shapes)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from typer import Option
 
-from medarc_rl.backends.options import NODE_GPUS
+from medarc_rl.backends.options import NODE_GPUS, RlGpus
 from medarc_rl.cli import Resume
 from medarc_rl.commands.estimating import EstimateOptions
 
@@ -42,18 +42,10 @@ class RmOptions(SftOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlOptions(EstimateOptions):
+class RlOptions(RlGpus, EstimateOptions):
     """Run reinforcement learning: inference server, orchestrator and trainer."""
 
     output_dir: Annotated[Path | None, Option(help="Directory of the run, OUT.")] = None
-    train_gpus: Annotated[
-        int | None, Option(min=1, max=4, help="GPUs of the trainer, or its processes on a CPU; by default 1.")
-    ] = None
-    infer_gpus: Annotated[int | None, Option(min=1, max=7, help="GPUs of the inference server; by default 1.")] = None
-    single_gpu: Annotated[bool, Option("--single-gpu", help="One GPU for both.")] = False
-    colocate: Annotated[
-        int | None, Option(min=1, max=8, help="So many GPUs, each for a process of the trainer and a server.")
-    ] = None
     resume: Resume = None
     preflight: Annotated[
         bool,

@@ -32,7 +32,7 @@ def rl_local(
     Args:
         config: a resolved config, with the GPU counts in `deployment`.
         bin_dir: where the engine's programs are, by default the directory of this interpreter.
-        sharing: by default, exactly the visible GPUs, one for both sides if `MEDARC_SINGLE_GPU` is 1, as in a job.
+        sharing: by default, exactly the visible GPUs, for both sides if `MEDARC_SINGLE_GPU` is 1, as in a job.
         on_ready: see `launch`.
 
     Returns:

@@ -12,11 +12,11 @@ from prime_rl.utils.errors import DeviceError
 from prime_rl.utils.gpus import MASK_VARIABLE, choose_device, machine_gpus, masked_gpus, usable_gpus
 
 SINGLE_GPU_VARIABLE = "MEDARC_SINGLE_GPU"
-"""`1`: inference and trainer share one GPU."""
+"""`1`: each GPU serves and trains, one or, by `deployment.num_train_gpus`, several."""
 
 
 def shared_node(env: Mapping[str, str], exact_gpus: bool = False) -> Sharing:
-    """Free ports, and one GPU for both sides if `MEDARC_SINGLE_GPU` is 1."""
+    """Free ports, and the same GPUs for both sides if `MEDARC_SINGLE_GPU` is 1."""
     return Sharing(
         free_ports=True,
         exact_gpus=exact_gpus,

@@ -103,8 +103,9 @@ def test_a_manifest_is_valid(kind: str, words: tuple[object, ...], tmp_path: Pat
     check_kinds(tables)
 
 
-def test_options_arrive_in_the_pod(rl_toml: Path) -> None:
-    config, jobset = rendered("rl", rl_toml, *EVERYTHING, "--train-gpus", 2, "--infer-gpus", 3)
+@pytest.mark.parametrize(("split", "gpus"), [("--train-gpus 2 --infer-gpus 3", 5), ("--colocate 4", 4)])
+def test_options_arrive_in_the_pod(split: str, gpus: int, rl_toml: Path) -> None:
+    config, jobset = rendered("rl", rl_toml, *EVERYTHING, *split.split())
     job = inner_job(jobset)["spec"]
     pod, main = job["template"]["spec"], container_of(jobset)
     assert {table["metadata"]["namespace"] for table in (config, jobset)} == {"research"}
@@ -115,10 +116,10 @@ def test_options_arrive_in_the_pod(rl_toml: Path) -> None:
         60,
     )
     assert main["command"] == [
-        *("medarc_train", "rl", "@", "/etc/medarc/rl.toml", "--train-gpus", "2", "--infer-gpus", "3"),
+        *("medarc_train", "rl", "@", "/etc/medarc/rl.toml", *split.split()),
         *("--output-dir", "/output/rt", "--resume", "auto"),
     ]
-    assert main["resources"]["limits"] == {"cpu": "3.5", "memory": "100Gi", "nvidia.com/gpu": 5}
+    assert main["resources"]["limits"] == {"cpu": "3.5", "memory": "100Gi", "nvidia.com/gpu": gpus}
     assert main["resources"]["requests"] == main["resources"]["limits"]
     env = {each["name"]: each.get("value") or each["valueFrom"] for each in main["env"]}
     assert (env["NCCL_DEBUG"], env["HF_TOKEN"]) == ("INFO", {"secretKeyRef": {"name": "hub", "key": "token"}})
@@ -237,6 +238,7 @@ def test_several_nodes_need_ray_and_a_directory_that_all_share(sft_toml: Path) -
         ("sft", ("--nodes", 2, "--gpus", 1, "--device", "cpu", "--data.batch-size", 2), 2, 0),
         ("rl", ("--engine", "ray", "--train-gpus", 2, "--infer-gpus", 3), 1, 5),
         ("rl", ("--engine", "ray", "--single-gpu", "--output-dir", "s3://bucket/rt"), 1, 1),
+        ("rl", ("--engine", "ray", "--colocate", 4), 1, 4),
         ("rl", ("--train-nodes", 1, "--infer-nodes", 2, "--train-gpus", 8, "--infer-gpus", 8), 3, 8),
         ("rl", ("--allocation-mode", "vllm:d8+fsdp:d4", "--deployment.gpus-per-node", 4), 3, 4),
         ("sft", ("--allocation-mode", "d16", "--data.batch-size", 16), 2, 8),
@@ -266,7 +268,7 @@ def test_a_ray_cluster_has_what_the_driver_asks_for(
     assert given[:2] == ["@", f"/etc/medarc/{kind}.toml"]
     parsed = parse_argv_or_exit(driver.ROOTS[kind], argv=["@", str(mounted), *given[2:]])
     on_gpus = device_of(parsed) != "cpu"
-    assert [count * on_gpus for count in gpus_of_nodes(parsed, options.single_gpu)] == [gpus] * pods
+    assert [count * on_gpus for count in gpus_of_nodes(parsed, options.colocate is not None)] == [gpus] * pods
     assert (str(parsed.output_dir), parsed.ckpt.resume_step) == ("/output/rt", AUTO)
     assert (parsed.launcher == "ray") == (pods > 1)
 

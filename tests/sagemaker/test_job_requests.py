@@ -50,7 +50,7 @@ JOB = TrainingJob(
     volume_gb=200,
     limit_s=3600,
     wait_s=7200,
-    single_gpu=True,
+    shares_gpus=True,
     env={"OMP_NUM_THREADS": "8"},
     secrets={"HF_TOKEN": SECRET},
     inputs={"data": "s3://bucket/corpus"},
@@ -92,7 +92,7 @@ def test_the_request_is_as_recorded_and_the_api_takes_it() -> None:
 
 def test_the_request_of_several_nodes_is_as_recorded() -> None:
     shared = FileSystem.of("fsx:fs-0123456789abcdef0:/mountname/runs")
-    job = replace(JOB, nodes=4, single_gpu=False, file_system=shared)
+    job = replace(JOB, nodes=4, shares_gpus=False, file_system=shared)
     assert json.loads((GOLDEN / "request_of_nodes.json").read_text()) == job.request()
     assert request_faults(job.request()) == []
 
@@ -111,6 +111,34 @@ def test_the_request_has_the_types_that_boto3_wants() -> None:
             client.create_training_job(**JOB.request() | {"ResourceConfig": "one node"})
 
 
+def test_trainer_and_server_share_gpus_of_the_instance(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "rl.toml").write_text(
+        'max_steps = 2\nmodel.name = "some/model"\n[trainer]\n[orchestrator]\n[inference]\n'
+    )
+    sent = ("rl", "rl.toml", "--to", "sagemaker", *ACCOUNT, "--s3", "s3://bucket/runs", "--device", "auto", "--dry-run")
+    for words, seen in ((("--colocate", "2"), "0,1"), (("--single-gpu",), "0"), (("--colocate", "4"), None)):
+        assert _main(*sent, "--instance-type", "ml.g5.12xlarge", *words) == 0
+        shown = json.loads(capsys.readouterr().out)
+        made = shown["create_training_job"]
+        assert made["HyperParameters"]["single_gpu"] == "1"
+        assert made["Environment"].get("CUDA_VISIBLE_DEVICES") == seen
+        assert shown["config"]["deployment"]["num_train_gpus"] == (4 if seen is None else seen.count(",") + 1)
+    for words, says in (
+        (("--train-gpus", "4"), "has 4 GPUs, and the run takes 5; take ml.g5.48xlarge, or --colocate 4"),
+        (("--colocate", "5"), "has 4 GPUs, and the run takes 5; take ml.g5.48xlarge"),
+        (
+            ("--colocate", "2", "--inference.parallel.tp", "2"),
+            "--colocate 2: each server has one GPU; remove inference",
+        ),
+    ):
+        assert _main(*sent, "--instance-type", "ml.g5.12xlarge", *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+
+
 def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
     file = tmp_path / "sft.toml"
     file.write_text("max_steps = 2\n[model]\nname = 'm'\n[eval]\n[[eval.env]]\nid = 'reverse-text'\n")
@@ -119,7 +147,7 @@ def test_gpus_that_evaluate_an_sft_run_count(tmp_path: Path) -> None:
     request = Request(kind="sft", given=words, config="", name=None, output_dir=None, nodes=1)
     (fault,) = gpu_faults(request, config, "ml.g5.2xlarge")
     assert fault.endswith("has 1 GPU, and the run takes 2; take ml.g5.12xlarge")
-    assert deployment.gpus_of_nodes(config, single_gpu=False) == [2], "on Ray, too"
+    assert deployment.gpus_of_nodes(config, shares_gpus=False) == [2], "on Ray, too"
 
 
 REFUSED = {

@@ -69,7 +69,7 @@ def cluster_job(request: Request) -> tuple[ClusterJob, str]:
     try:
         run = request.load("ray" if uses_ray(request, options) or request.nodes > 1 else "local", Path(output), owned)
         if request.split is not None and not uses_ray(request, options):
-            check_rl(run.config, request.split)  # the command in the pod would refuse it
+            check_rl(run.config)  # the command in the pod would refuse it
     except UsageError as error:
         raise UsageError(*faults, *error.faults) from error
     gpus = _gpus(request, run, faults)
@@ -134,16 +134,13 @@ def _argv(request: Request, options: KubernetesOptions, output: str, local_outpu
     resume = [] if request.kind == "eval" else ["--resume", request.resume or "auto"]
     file, split = f"{CONFIG_DIR}/{request.kind}.toml", request.split
     if uses_ray(request, options):
-        single = ["--single-gpu"] if split is not None and split.shares_gpus else []
+        shared = split.option.split() if split is not None and split.shares_gpus else []
         # CPU runs would fit into one pod.
         apart = ["--strategy", "spread"] if request.nodes > 1 else []
         # A fault of the config would come again, and KubeRay does not look at exit codes.
-        driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *single]
+        driver = ["python", "-m", RAY_DRIVER, "--address", "auto", "--stop-if-refused", *apart, *shared]
         return [*driver, request.kind, "@", file, *where, *resume]
-    shape: list[str] = []
-    if split is not None:
-        shape = ["--single-gpu"] if split.shares_gpus else []
-        shape += [] if split.shares_gpus else ["--train-gpus", str(split.train), "--infer-gpus", str(split.infer)]
+    shape = [] if split is None else split.option.split()
     return ["medarc_train", request.kind, "@", file, *shape, *where, *resume]
 
 

@@ -70,7 +70,7 @@ class Ray:
         run = request.load("ray", output_dir, owned)
         if request.kind != "eval":
             check_startable(run, options.dry_run)
-        counts = gpus_of_nodes(run.config, request.single_gpu)
+        counts = gpus_of_nodes(run.config, request.shares_gpus)
         gpus = [0] * len(counts) if device_of(run.config) == "cpu" else counts
         address = _checked_address(options.ray_address, request)
         if address is not None and not options.dry_run:
@@ -84,7 +84,7 @@ class Ray:
             address or "local",
             "--strategy",
             options.ray_strategy,
-            *(("--single-gpu",) if request.single_gpu else ()),
+            *(request.split.option.split() if request.split is not None and request.split.shares_gpus else ()),
         )
         words = ("--end", str(end), request.kind, "@", str(config))
         argv = (sys.executable, "-m", RAY_DRIVER, *flags, *words)

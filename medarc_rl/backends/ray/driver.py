@@ -18,9 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast, get_args
 
+from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF, Kind
 from medarc_rl.backends.ray.cluster import RayCluster, asks_for_token, bundles_for, connected, placed
-from medarc_rl.deployment import device_of, gpus_of_nodes
+from medarc_rl.deployment import GpuSplit, device_of, gpus_of_nodes
 from medarc_rl.errors import MedarcError
 from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE, shared_node
 from prime_rl.configs.areal import RecoverConfig
@@ -73,7 +74,14 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="cluster, or local for one of this machine alone; by default RAY_ADDRESS",
     )
     parser.add_argument("--strategy", choices=("pack", "spread"), default="pack")
-    parser.add_argument("--single-gpu", action="store_true", help="RL: one GPU for both")
+    shared = parser.add_mutually_exclusive_group()
+    shared.add_argument("--single-gpu", action="store_const", const=1, dest="colocate", help="RL: one GPU for both")
+    shared.add_argument(
+        "--colocate",
+        type=int,
+        choices=range(1, NODE_GPUS + 1),
+        help="RL: so many GPUs of one node, each for a process of the trainer and a server",
+    )
     parser.add_argument("--end", type=Path, help="file that receives the exit code")
     parser.add_argument(
         "--stop-if-refused",
@@ -84,7 +92,12 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     options.address = None if options.address == "local" else options.address
-    return options, options.words
+    if options.colocate is None:
+        return options, options.words
+    if options.kind != "rl":
+        parser.error(f"--single-gpu and --colocate are options of rl, not of {options.kind}")
+    counts = GpuSplit(options.colocate, 1, shares_gpus=True).owned
+    return options, [*options.words, *(f"--{key}={value}" for key, value in counts.items() if value is not None)]
 
 
 def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
@@ -97,7 +110,7 @@ def _run(options: argparse.Namespace, config: Any, words: Sequence[str]) -> int:
                 say(
                     f"warning: Ray at {options.address} requires no token: any user who can reach it can run code there"
                 )
-            bundles = bundles_for(gpus_of_nodes(config, options.single_gpu), device_of(config))
+            bundles = bundles_for(gpus_of_nodes(config, options.colocate is not None), device_of(config))
             with placed(bundles, options.strategy) as cluster:
                 for placement in cluster.placements:
                     gpus = f"GPU {','.join(placement.gpus)}" if placement.gpus else "no GPU"
@@ -118,7 +131,7 @@ def _on_one_node(options: argparse.Namespace, config: Any, cluster: RayCluster, 
     """Run the command's launcher on the node. It chooses ports and shares out the GPUs that Ray gave to the actor."""
     # Not in OUT/logs, which the launcher may clean.
     log = RunPaths(Path(config.output_dir)).ray / "launcher.log"
-    env = {SINGLE_GPU_VARIABLE: str(int(options.single_gpu))}
+    env = {SINGLE_GPU_VARIABLE: str(int(options.colocate is not None))}
 
     def start(more: Sequence[str]) -> tuple[int, RecoverConfig]:
         argv = (sys.executable, "-m", *LAUNCHERS[options.kind], *words, *more)

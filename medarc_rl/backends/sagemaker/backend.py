@@ -47,11 +47,13 @@ from medarc_rl.backends.sagemaker.request import (
 )
 from medarc_rl.backends.sagemaker.source_files import Staged, packed, relocated, stage
 from medarc_rl.cli import say
+from medarc_rl.deployment import GpuSplit
 from medarc_rl.errors import MedarcError, UsageError
 from medarc_rl.jobs import JobRecord, State, Status
 from medarc_rl.utils import Run
 from prime_rl.configs.areal import Launcher
 from prime_rl.configs.ranges import AUTO, LATEST
+from prime_rl.utils.gpus import MASK_VARIABLE
 
 LOOK_EVERY_S = 10.0
 """Pause between two questions. Both services limit how often an account may ask."""
@@ -109,6 +111,7 @@ class SageMaker:
             sha256, size_bytes = bundle.sha256, bundle.size_bytes
         faults = [*path_faults, *gpu_faults(request, run.config, options.instance_type)]
         job = _job(request, options, sha256, _image(options, build, region), faults)
+        job = replace(job, env={**_gpus_of_run(request, run.config, options.instance_type), **job.env})
         faults += rule_faults(job)
         named = {fault.split()[0].rstrip(":") for fault in faults}
         # One line for each option is enough.
@@ -295,7 +298,7 @@ def _job(request: Request, options: SageMakerOptions, sha256: str, image: str, f
         volume_gb=options.volume_gb,
         limit_s=limit_s,
         wait_s=_wait_s(options, limit_s),
-        single_gpu=request.single_gpu,
+        shares_gpus=request.shares_gpus,
         env=env,
         secrets=secrets,
         inputs=inputs,
@@ -338,6 +341,14 @@ def _collected(faults: list[str], read: Any, value: Any) -> Any:
         return None
 
 
+def _gpus_of_run(request: Request, config: Any, instance_type: str | None) -> dict[str, str]:
+    """The variable that names the GPUs of a run that takes fewer than the instance has. A launcher of RL uses exactly
+    those that it sees."""
+    available = None if not instance_type or request.nodes > 1 else gpus_of(instance_type)
+    wanted = 0 if config.device == "cpu" else request.gpus_of_node(config)
+    return {MASK_VARIABLE: ",".join(map(str, range(wanted)))} if available and 0 < wanted < available else {}
+
+
 def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list[str]:
     """A run that takes more GPUs than the instance has."""
     available = None if not instance_type else gpus_of(instance_type)
@@ -351,7 +362,9 @@ def gpu_faults(request: Request, config: Any, instance_type: str | None) -> list
         return []
     larger = smallest_with(wanted, family_of(instance_type or ""))
     advice = f"; take {larger}" if larger else ""
-    shared = ", or --single-gpu" if request.kind == "rl" and available == 1 and wanted == 2 else ""
+    shared, split = "", request.split
+    if split is not None and not split.shares_gpus and wanted - split.infer <= available:
+        shared = f", or {GpuSplit(split.train, 1, shares_gpus=True).option}"
     plural = "" if available == 1 else "s"
     return [f"--instance-type {instance_type} has {available} GPU{plural}, and the run takes {wanted}{advice}{shared}"]
 

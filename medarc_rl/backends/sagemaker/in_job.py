@@ -35,9 +35,10 @@ from types import FrameType
 from typing import IO, Any
 
 from medarc_rl.backends.protocol import LAUNCHERS, RAY_DRIVER
-from medarc_rl.backends.sagemaker.request import SOURCE_CHANNEL, name_fault, resolved
+from medarc_rl.backends.sagemaker.request import SHARES_GPUS, SOURCE_CHANNEL, name_fault, resolved
 from medarc_rl.backends.sagemaker.source_files import CONFIG, MlPaths, sha256_of, unpack
 from medarc_rl.errors import MedarcError, UsageError
+from medarc_rl.launchers.shared_node import SINGLE_GPU_VARIABLE
 from prime_rl.storage.staging import CACHE_VARIABLE
 from prime_rl.utils.files import replacing_file
 from prime_rl.utils.gpus import masked_gpus, usable_gpus
@@ -475,8 +476,8 @@ def child_env(
     found.setdefault("HF_HOME", str(local_disk / "hf"))
     if path:
         found["PYTHONPATH"] = os.pathsep.join(path)
-    if inputs.single_gpu:
-        found["MEDARC_SINGLE_GPU"] = "1"
+    if inputs.shares_gpus:
+        found[SINGLE_GPU_VARIABLE] = "1"
     return found
 
 
@@ -515,7 +516,7 @@ class JobInputs:
 
     command: str
     source_sha256: str
-    single_gpu: bool
+    shares_gpus: bool
     secrets: Mapping[str, str]
     current_host: str
     hosts: tuple[str, ...]
@@ -543,7 +544,7 @@ class JobInputs:
         return cls(
             command=command,
             source_sha256=digest,
-            single_gpu=given.get("single_gpu") == "1",
+            shares_gpus=given.get(SHARES_GPUS) == "1",
             secrets={str(name): str(reference) for name, reference in secrets.items()},
             current_host=str(resources.get("current_host", hosts[0])),
             # Every host gets the same list, in the same order.

@@ -147,6 +147,8 @@ def _line(text: str) -> str:
 
 JOB_MODULE = "medarc_rl.backends.sagemaker.in_job"
 SOURCE_CHANNEL = "source"
+SHARES_GPUS = "single_gpu"
+"""Hyperparameter, `1`: each GPU serves and trains, one or several. Named so in images of earlier versions, too."""
 SHARED_CHANNEL = "shared"
 """SageMaker mounts the directory as the channel of this name."""
 RUN_DIR = "/opt/ml/checkpoints"
@@ -253,7 +255,8 @@ class TrainingJob:
     """Longest time that the job may run, in seconds."""
     wait_s: int | None = None
     """Spot: longest time that the job may run and wait for capacity, in seconds. None does not use spot capacity."""
-    single_gpu: bool = False
+    shares_gpus: bool = False
+    """Each GPU serves and trains (`rl` only)."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Variables, and the ARNs of their values."""
@@ -269,8 +272,8 @@ class TrainingJob:
     def hyperparameters(self) -> dict[str, str]:
         """The values that the job reads about itself. The console shows them; they reveal nothing of the experiment."""
         values = {"command": self.command, "source_sha256": self.source_sha256}
-        if self.single_gpu:
-            values["single_gpu"] = "1"
+        if self.shares_gpus:
+            values[SHARES_GPUS] = "1"
         if self.file_system is not None:
             values |= {"run": self.name, "upload_to": self.prefixes.run.uri}
         if self.secrets:

@@ -135,8 +135,8 @@ class BatchJob:
     project_dir: Path
     hf_cache_dir: Path
     hf_hub_offline: bool = False
-    single_gpu: bool = False
-    """Inference and trainer share one GPU (`rl` only)."""
+    shares_gpus: bool = False
+    """Each GPU serves and trains (`rl` only)."""
     checkpoints: bool = False
     """Whether the run writes checkpoints, from which a requeued job can resume."""
     setup: Path | None = None
@@ -217,7 +217,7 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
     output_dir = None if request.output_dir is None else Path(request.output_dir)
     run = request.load("slurm", output_dir, submits=True)
     if request.kind == "rl":
-        check_rl(run.config, request.split)
+        check_rl(run.config)
         for line in [] if request.split is None else advice(run.config, request.split):
             warn(line)
     options, template = with_slurm_section(request.options, request.name, run.config.slurm)
@@ -234,7 +234,7 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
             )
     queued = next_queued(run.paths) if options.dependency is not None else None
     hf_cache_dir = options.hf_cache_dir or os.environ.get("HF_HOME") or project_dir / ".hf_cache"
-    gpus, deployment = gpus_of_nodes(run.config, request.single_gpu), run.config.deployment
+    gpus, deployment = gpus_of_nodes(run.config, request.shares_gpus), run.config.deployment
     job = BatchJob(
         # All nodes of a job have the same number of GPUs.
         job=launcher_job(request.kind, run.paths, Resources(len(gpus), gpus[0]), queued),
@@ -243,7 +243,7 @@ def plan(request: Request) -> tuple[BatchJob, Run[Any]]:
         project_dir=project_dir,
         hf_cache_dir=Path(hf_cache_dir).absolute(),
         hf_hub_offline=options.hf_hub_offline,
-        single_gpu=request.single_gpu,
+        shares_gpus=request.shares_gpus,
         checkpoints=bool(run.checkpoints),
         setup=options.setup.absolute() if options.setup is not None else None,
         container=container_of(options),
