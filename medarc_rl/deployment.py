@@ -258,7 +258,7 @@ def sharing_faults(config: RLConfig, split: GpuSplit) -> Iterator[str]:
         return
     option = split.option
     if config.trainer.weight_broadcast.type == "nccl":
-        yield f"{option}: weight_broadcast.type = 'nccl' needs two GPUs; set it to 'filesystem'"
+        yield f"{option}: weight_broadcast.type = 'nccl' needs two GPUs, one on each side; set it to 'filesystem'"
     if config.inference is not None and config.inference.parallel.tp > 1:
         yield f"{option}: each server has one GPU; remove inference.parallel.tp = {config.inference.parallel.tp}"
 

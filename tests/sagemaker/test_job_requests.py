@@ -124,14 +124,14 @@ def test_trainer_and_server_share_gpus_of_the_instance(
         shown = json.loads(capsys.readouterr().out)
         made = shown["create_training_job"]
         assert made["HyperParameters"]["single_gpu"] == "1"
-        assert made["Environment"].get("CUDA_VISIBLE_DEVICES") == seen
+        assert made.get("Environment", {}).get("CUDA_VISIBLE_DEVICES") == seen
         assert shown["config"]["deployment"]["num_train_gpus"] == (4 if seen is None else seen.count(",") + 1)
     for words, says in (
         (("--train-gpus", "4"), "has 4 GPUs, and the run takes 5; take ml.g5.48xlarge, or --colocate 4"),
         (("--colocate", "5"), "has 4 GPUs, and the run takes 5; take ml.g5.48xlarge"),
         (
-            ("--colocate", "2", "--inference.parallel.tp", "2"),
-            "--colocate 2: each server has one GPU; remove inference",
+            ("--colocate", "2", "--weight-broadcast.type=nccl", "--max-async-level=1"),
+            "--colocate 2: weight_broadcast.type = 'nccl' needs two GPUs, one on each side",
         ),
     ):
         assert _main(*sent, "--instance-type", "ml.g5.12xlarge", *words) == 2
