@@ -3,13 +3,15 @@ pass: windows of 8 tokens, rotary frequencies that change after 24."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as tf
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -222,3 +224,159 @@ def save_tiny_model(case: Case, directory: Path) -> PreTrainedModel:
                 parameter.normal_()
     model.save_pretrained(directory)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+_TEXT: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128, "pad_token_id": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+_VISION: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+_CLIP = _VISION | {"model_type": "clip_vision_model"}
+_QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
+_QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 2, "head_dim": 16},
+}
+_SLIDING, _FULL = ["sliding_attention"], ["full_attention"]
+_EXPERTS = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+WHOLE: dict[str, Callable[[], PretrainedConfig]] = {
+    "aya_vision": lambda: tf.AyaVisionConfig(
+        text_config=_TEXT | {"model_type": "cohere2", "sliding_window": 16}, vision_config=_VISION, image_token_index=3
+    ),
+    "cohere2_vision": lambda: tf.Cohere2VisionConfig(
+        text_config=_TEXT | {"model_type": "cohere2", "sliding_window": 16}, vision_config=_VISION, image_token_id=3
+    ),
+    "gemma3": lambda: tf.Gemma3Config(
+        text_config=_TEXT | {"head_dim": 16, "sliding_window": 16}, vision_config=_VISION, mm_tokens_per_image=1
+    ),
+    "gemma3n": lambda: tf.Gemma3nConfig(
+        text_config=_TEXT
+        | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 5, "vocab_size_per_layer_input": 120}
+        | {"hidden_size_per_layer_input": 8, "laurel_rank": 8, "num_kv_shared_layers": 2}
+        | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0], "layer_types": (_SLIDING + _FULL) * 2 + _FULL},
+        vision_config={"hidden_size": 32, "architecture": "test_efficientnet"},
+        audio_config={"hidden_size": 32, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
+    ),
+    "gemma4": lambda: tf.Gemma4Config(
+        text_config=_TEXT | {"head_dim": 16, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+        vision_config=_VISION | {"num_key_value_heads": 2, "head_dim": 16},
+        audio_config=None,
+    ),
+    "glm4v": lambda: tf.Glm4vConfig(
+        text_config=_TEXT
+        | {"head_dim": 16, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+        vision_config=_QWEN_VISION | {"image_size": 28, "patch_size": 14},
+        image_token_id=3,
+        video_token_id=4,
+    ),
+    "got_ocr2": lambda: tf.GotOcr2Config(
+        text_config=_TEXT | {"model_type": "qwen2"},
+        vision_config=_VISION
+        | {"mlp_dim": 48, "image_size": 28, "output_channels": 64, "global_attn_indexes": [1], "window_size": 2},
+        image_token_index=3,
+    ),
+    "idefics3": lambda: tf.Idefics3Config(
+        text_config=_TEXT | {"model_type": "llama"}, vision_config=_VISION, scale_factor=1, image_token_id=3
+    ),
+    "internvl": lambda: tf.InternVLConfig(
+        text_config=_TEXT | {"model_type": "qwen2"},
+        vision_config=_VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=3,
+    ),
+    "lfm2_vl": lambda: tf.Lfm2VlConfig(
+        text_config=_TEXT | {"layer_types": ["conv", "full_attention", "conv"]}, vision_config=_VISION, image_token_id=3
+    ),
+    "llama4": lambda: tf.Llama4Config(
+        text_config=_TEXT
+        | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1], "floor_scale": 8, "moe_layers": [0, 1]},
+        vision_config=_VISION
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128},
+        image_token_index=3,
+    ),
+    "llava": lambda: tf.LlavaConfig(
+        text_config=_TEXT | {"model_type": "llama"},
+        vision_config=_CLIP,
+        image_token_index=3,
+    ),
+    "lighton_ocr": lambda: tf.LightOnOcrConfig(
+        text_config=_TEXT | {"model_type": "qwen3", "head_dim": 16},
+        vision_config=_VISION | {"model_type": "pixtral", "head_dim": 16},
+        image_token_id=3,
+    ),
+    "llava_next": lambda: tf.LlavaNextConfig(
+        text_config=_TEXT | {"model_type": "llama"}, vision_config=_CLIP, image_token_index=3
+    ),
+    "llava_onevision": lambda: tf.LlavaOnevisionConfig(
+        text_config=_TEXT | {"model_type": "qwen2"}, vision_config=_VISION, image_token_index=3, video_token_index=4
+    ),
+    "vipllava": lambda: tf.VipLlavaConfig(
+        text_config=_TEXT | {"model_type": "llama"},
+        vision_config=_CLIP,
+        vision_feature_layers=[-1, -2],
+        image_token_index=3,
+    ),
+    "mistral3": lambda: tf.Mistral3Config(
+        text_config=_TEXT | {"model_type": "mistral", "head_dim": 16},
+        vision_config=_VISION | {"model_type": "pixtral", "head_dim": 16},
+        image_token_index=3,
+    ),
+    "mllama": lambda: tf.MllamaConfig(
+        text_config=_TEXT
+        | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        vision_config={key: _VISION[key] for key in ("hidden_size", "intermediate_size", "image_size", "patch_size")}
+        | {"num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "intermediate_layers_indices": [0]}
+        | {"vision_output_dim": 64},
+        image_token_index=128,
+    ),
+    "paligemma": lambda: tf.PaliGemmaConfig(
+        text_config=_TEXT | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 16},
+        vision_config=_VISION | {"model_type": "siglip_vision_model"},
+        image_token_index=3,
+        projection_dim=64,
+    ),
+    "qwen2_vl": lambda: tf.Qwen2VLConfig(
+        text_config=_TEXT | {"rope_parameters": dict(_ROPE)},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1},
+        **_QWEN_TOKENS,
+    ),
+    "qwen2_5_vl": lambda: tf.Qwen2_5_VLConfig(
+        text_config=_TEXT | {"rope_parameters": dict(_ROPE)}, vision_config=_QWEN_VISION, **_QWEN_TOKENS
+    ),
+    "qwen3_vl": lambda: tf.Qwen3VLConfig(
+        text_config=_TEXT | {"head_dim": 16, "rope_parameters": dict(_ROPE)},
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        **_QWEN_TOKENS,
+    ),
+    "qwen3_5": lambda: tf.Qwen3_5Config(text_config=_TEXT | _LINEAR, vision_config=_QWEN_VISION, **_QWEN_TOKENS),
+    "qwen3_5_moe": lambda: tf.Qwen3_5MoeConfig(
+        text_config=_TEXT | _LINEAR | _EXPERTS, vision_config=_QWEN_VISION, **_QWEN_TOKENS
+    ),
+    "qwen3_vl_moe": lambda: tf.Qwen3VLMoeConfig(
+        text_config=_TEXT | _EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "rope_parameters": dict(_ROPE)},
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        **_QWEN_TOKENS,
+    ),
+    "smolvlm": lambda: tf.SmolVLMConfig(
+        text_config=_TEXT | {"model_type": "llama"}, vision_config=_VISION, scale_factor=1, image_token_id=3
+    ),
+}
+"""Tiny checkpoints with a vision tower, by the model type."""
+
+
+def config_of_whole(family: str) -> dict[str, Any]:
+    """The `config.json` of one of `WHOLE`, laid out as the hub's: Qwen2-VL's have no part for the language model."""
+    config = json.loads(WHOLE[family]().to_json_string())
+    return config.pop("text_config") | config if family in ("qwen2_vl", "qwen2_5_vl") else config

@@ -1,22 +1,24 @@
 """For every family that Transformers registers, the start check's answer is what the trainer does.
 
-docs/models.md has the families that are made tiny there, `test_language_parts.py` those with a vision tower. Here are
-the others: what the check accepts is trained, and what it refuses for its class or its parts, the trainer refuses too.
+docs/models.md has the families that are made tiny there. Here are the others, and those with a vision tower: what the
+check accepts is trained, and what it refuses for its class or its parts, the trainer refuses too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from model_cases import SIZES, families
+from model_cases import SIZES, WHOLE, config_of_whole, families
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from prime_rl.checks.model_description import SEPARABLE_FAMILIES, UNTRAINED_FAMILIES
-from prime_rl.checks.model_files import trained_model_fault
+from prime_rl.checks.model_files import describe, trained_model_fault
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.model import DebugModelConfig
 from prime_rl.configs.trainer import ModelConfig
@@ -83,4 +85,44 @@ def test_the_start_check_says_what_the_trainer_does(mesh: Mesh, tmp_path: Path) 
         except ModelError as refusal:
             if check is None:
                 different[family] = refusal
+    assert different == {}
+
+
+OF_ALL_LAYERS = {"target_modules": ["all-linear", "experts"], "rank": 2}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "images": {"vision": {}},
+    "frozen routers": {"freeze_moe_router": True},
+    "balanced routers": {"router_aux_loss_coef": 0.1},
+    "DoRA": {"lora": OF_ALL_LAYERS | {"use_dora": True}},
+    "4 bits": {"lora": OF_ALL_LAYERS, "quantization": {"type": "nf4"}},
+    "reward model": {},
+}
+"""Settings that some models do not take."""
+
+
+@pytest.mark.slow
+def test_it_does_so_for_every_family_with_a_tower(mesh: Mesh, tmp_path: Path) -> None:
+    assert WHOLE.keys() == SEPARABLE_FAMILIES
+    different: dict[tuple[str, str], object] = {}
+    for family, (section, settings) in product(sorted(WHOLE), SECTIONS.items()):
+        directory, is_scored = tmp_path / family, section == "reward model"
+        directory.mkdir(exist_ok=True)
+        (directory / "preprocessor_config.json").write_text("{}")
+        run = ModelConfig(
+            name=str(directory), attn="sdpa", seq_len=56, debug=DebugModelConfig(random_init=True), **settings
+        )
+        checks: set[str | None] = set()
+        for config in (CONFIG_MAPPING[family]().to_diff_dict(), config_of_whole(family)):
+            (directory / "config.json").write_text(json.dumps(config))
+            described = describe(run.name, StartDir())
+            assert described is not None
+            checks.add(trained_model_fault(run, StartDir()) or (described.scoring_fault() if is_scored else None))
+        try:
+            setup_model(run, mesh, is_scored=is_scored)
+        except ModelError as refusal:
+            if None in checks:
+                different[family, section] = refusal
+        else:
+            if checks != {None}:
+                different[family, section] = f"refused, and not by the trainer: {checks}"
     assert different == {}

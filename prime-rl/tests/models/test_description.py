@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from model_cases import LEFT_OUT, Case, cases, tiny_config
 from model_table import outcomes_on
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -29,8 +31,8 @@ from prime_rl.checks.model_description import (
 )
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.model import ModelConfig
-from prime_rl.trainer.model.lora import is_routed
+from prime_rl.configs.model import LoRAConfig, ModelConfig
+from prime_rl.trainer.model.lora import is_routed, select_modules
 from prime_rl.trainer.model.tensor_parallel import plan_of_blocks
 from prime_rl.trainer.process.errors import ModelError
 
@@ -67,11 +69,19 @@ def test_it_knows_the_families_without_a_class_for_rewards() -> None:
     assert without - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == UNSCORED_FAMILIES
 
 
-def test_it_refuses_to_divide_what_cannot_be_divided() -> None:
+ADAPTERS = {
+    "LoRA": LoRAConfig(),
+    "DoRA": LoRAConfig(use_dora=True),
+    "no experts": LoRAConfig(target_modules=["q_proj"]),
+}
+
+
+def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
     """Models without values, one of each family. Layers need a plan of Transformers, and experts a stack."""
     families: dict[str, PretrainedConfig] = {}
     for case in cases():
         families.setdefault(tiny_config(case).model_type, tiny_config(case))
+    unlike: dict[str, object] = {}
     without_plan, without_stack, refused = set(), set(), set()
     for family, config in families.items():
         described = ModelDescription(config.to_dict())
@@ -79,6 +89,17 @@ def test_it_refuses_to_divide_what_cannot_be_divided() -> None:
             continue
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        state = model.state_dict()
+        for (name, lora), tensors in product(ADAPTERS.items(), (state, revert_weight_conversion(model, state))):
+            shapes = {tensor: each.shape for tensor, each in tensors.items()}
+            said = described.adapter_fault(lora, shapes)
+            fault: ModelError | None = None
+            try:
+                select_modules(model, lora)
+            except ModelError as refusal:
+                fault = refusal
+            if (said is None) != (fault is None):
+                unlike[family] = (name, said, fault)
         try:
             plan_of_blocks(model)
         except ModelError:
@@ -88,6 +109,8 @@ def test_it_refuses_to_divide_what_cannot_be_divided() -> None:
             refused |= (
                 {family} if "no experts that can be" in (described.division_fault(ModelConfig(ep=2)) or "") else set()
             )
+    # Of these, the names on the hub do not tell what adapters can name.
+    assert unlike.keys() == {"deepseek_v4", "hy_v4"}, unlike
     assert without_plan == UNDIVIDED_FAMILIES
     # The first layers of LFM2-MoE are dense, and its tiny model has no others.
     assert refused == without_stack - {"lfm2_moe"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from model_cases import WHOLE, config_of_whole
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -34,164 +34,17 @@ from prime_rl.utils.logger import get_logger
 from .vision_checkpoints import name_as_on_the_hub
 
 TOKENS = torch.arange(7, 100, 3)
-TEXT: dict[str, Any] = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128, "pad_token_id": 0},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
-}
-VISION: dict[str, Any] = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"image_size": 28, "patch_size": 14},
-}
-CLIP = VISION | {"model_type": "clip_vision_model"}
-QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
-QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-LINEAR = {
-    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 2, "head_dim": 16},
-}
-SLIDING, FULL = ["sliding_attention"], ["full_attention"]
-EXPERTS = {
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-CONFIGS: dict[str, Callable[[], tf.PretrainedConfig]] = {
-    "aya_vision": lambda: tf.AyaVisionConfig(
-        text_config=TEXT | {"model_type": "cohere2", "sliding_window": 16}, vision_config=VISION, image_token_index=3
-    ),
-    "cohere2_vision": lambda: tf.Cohere2VisionConfig(
-        text_config=TEXT | {"model_type": "cohere2", "sliding_window": 16}, vision_config=VISION, image_token_id=3
-    ),
-    "gemma3": lambda: tf.Gemma3Config(
-        text_config=TEXT | {"head_dim": 16, "sliding_window": 16}, vision_config=VISION, mm_tokens_per_image=1
-    ),
-    "gemma3n": lambda: tf.Gemma3nConfig(
-        text_config=TEXT
-        | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 5, "vocab_size_per_layer_input": 120}
-        | {"hidden_size_per_layer_input": 8, "laurel_rank": 8, "num_kv_shared_layers": 2}
-        | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0], "layer_types": (SLIDING + FULL) * 2 + FULL},
-        vision_config={"hidden_size": 32, "architecture": "test_efficientnet"},
-        audio_config={"hidden_size": 32, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
-    ),
-    "gemma4": lambda: tf.Gemma4Config(
-        text_config=TEXT | {"head_dim": 16, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
-        vision_config=VISION | {"num_key_value_heads": 2, "head_dim": 16},
-        audio_config=None,
-    ),
-    "glm4v": lambda: tf.Glm4vConfig(
-        text_config=TEXT
-        | {"head_dim": 16, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
-        vision_config=QWEN_VISION | {"image_size": 28, "patch_size": 14},
-        image_token_id=3,
-        video_token_id=4,
-    ),
-    "got_ocr2": lambda: tf.GotOcr2Config(
-        text_config=TEXT | {"model_type": "qwen2"},
-        vision_config=VISION
-        | {"mlp_dim": 48, "image_size": 28, "output_channels": 64, "global_attn_indexes": [1], "window_size": 2},
-        image_token_index=3,
-    ),
-    "idefics3": lambda: tf.Idefics3Config(
-        text_config=TEXT | {"model_type": "llama"}, vision_config=VISION, scale_factor=1, image_token_id=3
-    ),
-    "internvl": lambda: tf.InternVLConfig(
-        text_config=TEXT | {"model_type": "qwen2"},
-        vision_config=VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
-        image_token_id=3,
-    ),
-    "lfm2_vl": lambda: tf.Lfm2VlConfig(
-        text_config=TEXT | {"layer_types": ["conv", "full_attention", "conv"]}, vision_config=VISION, image_token_id=3
-    ),
-    "llama4": lambda: tf.Llama4Config(
-        text_config=TEXT
-        | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
-        | {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1], "floor_scale": 8, "moe_layers": [0, 1]},
-        vision_config=VISION
-        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128},
-        image_token_index=3,
-    ),
-    "llava": lambda: tf.LlavaConfig(
-        text_config=TEXT | {"model_type": "llama"},
-        vision_config=CLIP,
-        image_token_index=3,
-    ),
-    "lighton_ocr": lambda: tf.LightOnOcrConfig(
-        text_config=TEXT | {"model_type": "qwen3", "head_dim": 16},
-        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
-        image_token_id=3,
-    ),
-    "llava_next": lambda: tf.LlavaNextConfig(
-        text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP, image_token_index=3
-    ),
-    "llava_onevision": lambda: tf.LlavaOnevisionConfig(
-        text_config=TEXT | {"model_type": "qwen2"}, vision_config=VISION, image_token_index=3, video_token_index=4
-    ),
-    "vipllava": lambda: tf.VipLlavaConfig(
-        text_config=TEXT | {"model_type": "llama"},
-        vision_config=CLIP,
-        vision_feature_layers=[-1, -2],
-        image_token_index=3,
-    ),
-    "mistral3": lambda: tf.Mistral3Config(
-        text_config=TEXT | {"model_type": "mistral", "head_dim": 16},
-        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
-        image_token_index=3,
-    ),
-    "mllama": lambda: tf.MllamaConfig(
-        text_config=TEXT
-        | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        vision_config={key: VISION[key] for key in ("hidden_size", "intermediate_size", "image_size", "patch_size")}
-        | {"num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "intermediate_layers_indices": [0]}
-        | {"vision_output_dim": 64},
-        image_token_index=128,
-    ),
-    "paligemma": lambda: tf.PaliGemmaConfig(
-        text_config=TEXT | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 16},
-        vision_config=VISION | {"model_type": "siglip_vision_model"},
-        image_token_index=3,
-        projection_dim=64,
-    ),
-    "qwen2_vl": lambda: tf.Qwen2VLConfig(
-        text_config=TEXT | {"rope_parameters": dict(ROPE)},
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1},
-        **QWEN_TOKENS,
-    ),
-    "qwen2_5_vl": lambda: tf.Qwen2_5_VLConfig(
-        text_config=TEXT | {"rope_parameters": dict(ROPE)}, vision_config=QWEN_VISION, **QWEN_TOKENS
-    ),
-    "qwen3_vl": lambda: tf.Qwen3VLConfig(
-        text_config=TEXT | {"head_dim": 16, "rope_parameters": dict(ROPE)},
-        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0]},
-        **QWEN_TOKENS,
-    ),
-    "qwen3_5": lambda: tf.Qwen3_5Config(text_config=TEXT | LINEAR, vision_config=QWEN_VISION, **QWEN_TOKENS),
-    "qwen3_5_moe": lambda: tf.Qwen3_5MoeConfig(
-        text_config=TEXT | LINEAR | EXPERTS, vision_config=QWEN_VISION, **QWEN_TOKENS
-    ),
-    "qwen3_vl_moe": lambda: tf.Qwen3VLMoeConfig(
-        text_config=TEXT | EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "rope_parameters": dict(ROPE)},
-        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0]},
-        **QWEN_TOKENS,
-    ),
-    "smolvlm": lambda: tf.SmolVLMConfig(
-        text_config=TEXT | {"model_type": "llama"}, vision_config=VISION, scale_factor=1, image_token_id=3
-    ),
-}
 
 
 def save_checkpoint(family: str, directory: Path) -> tf.PreTrainedModel:
     """A tiny checkpoint as on the hub, with random weights everywhere, also where a family starts from ones."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        whole = tf.AutoModelForImageTextToText.from_config(with_other_tower(CONFIGS[family]()))
+        whole = tf.AutoModelForImageTextToText.from_config(with_other_tower(WHOLE[family]()))
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     whole.save_pretrained(directory)
-    CONFIGS[family]().save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config_of_whole(family)))
     if family == "gemma3":
         name_as_on_the_hub(directory / "model.safetensors")
     if family == "qwen3_vl_moe":  # on the hub, the inputs of its experts come first
@@ -244,7 +97,7 @@ def scored(model: tf.PreTrainedModel) -> Tensor:
     return logits[len(TOKENS) :]
 
 
-@pytest.mark.parametrize("family", [*sorted(CONFIGS), "qwen3_5_moe, stacked experts"])
+@pytest.mark.parametrize("family", [*sorted(WHOLE), "qwen3_5_moe, stacked experts"])
 def test_the_language_part_is_trained_alone_and_exported_in_the_whole(
     family: str, tiny_model_dir: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -285,14 +138,14 @@ def test_the_language_part_is_trained_alone_and_exported_in_the_whole(
 
 
 def test_every_separable_family_is_compared() -> None:
-    assert CONFIGS.keys() == SEPARABLE_FAMILIES
-    described = {family: ModelDescription(make().to_dict()) for family, make in CONFIGS.items()}
+    assert WHOLE.keys() == SEPARABLE_FAMILIES
+    described = {family: ModelDescription(config_of_whole(family)) for family in WHOLE}
     assert {family for family, found in described.items() if found.training_fault() is not None} == set()
     decoded = {family for family, found in described.items() if found.embedded_fault() is None}
     assert decoded == SEPARABLE_FAMILIES - {"gemma3n", "llama4"}
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", sorted(WHOLE))
 def test_an_adapter_fits_the_class_of_the_checkpoint_and_is_continued(family: str, mesh: Mesh, tmp_path: Path) -> None:
     start, adapter = tmp_path / "start", tmp_path / "adapter"
     whole = save_checkpoint(family, start)

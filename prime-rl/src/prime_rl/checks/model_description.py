@@ -8,12 +8,21 @@ Transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from prime_rl.configs.model import STACKED_EXPERTS, LoRAConfig, ModelConfig, QuantizationConfig, product_of
+from prime_rl.configs.model import (
+    ALL_LINEAR,
+    STACKED_EXPERTS,
+    LoRAConfig,
+    ModelConfig,
+    QuantizationConfig,
+    is_regex,
+    matches,
+    product_of,
+)
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a layer of a mixture."""
@@ -71,6 +80,10 @@ PLAIN_LANGUAGE_PARTS: Mapping[str, str] = {
 """Language parts, and the model that they are on text: there, the three positions of multimodal rotary embeddings are
 equal, and layers that attend to images are skipped."""
 
+_FLAT_LANGUAGE_PARTS: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Model types whose `config.json` on the hub holds the language model's settings beside `vision_config`, and that of
+their language part."""
+
 VISION_FAMILIES = frozenset("gemma3 idefics3 qwen2_5_vl qwen3_vl smolvlm".split())
 """Model types that are trained on images: loss and gradients of packed rows equal Transformers' class. Tests compare
 them."""
@@ -114,6 +127,14 @@ UNDIVIDED_FAMILIES = frozenset(
 
 _UNROUTED_FAMILIES = frozenset(("doge", "jetmoe", "llama4_text"))
 """Mixtures whose experts are no stack that takes hidden states and each token's experts, as `model.ep` divides it."""
+
+_UNADAPTED_EXPERTS = frozenset(
+    "gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared llama4_text minimax minimax_m2 "
+    "minimax_m3_vl_text mixtral nemotron_h phimoe".split()
+)
+"""Mixtures whose stacks of experts have biases, are transposed, or have other names on the hub than an adapter's."""
+_RENAMED_LAYERS = frozenset("deepseek_v4 hy_v3 hy_v4 laguna nemotron_h".split())
+"""Families whose linear layers have other names on the hub than in their class, which adapters are named by."""
 
 _OWN_ATTENTION = frozenset(
     "biogpt bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt nemotron openai-gpt rwkv stablelm xglm "
@@ -177,6 +198,10 @@ class ModelDescription:
             part = self.config.get(key)
             if isinstance(part, Mapping):
                 return ModelDescription(part).language_part
+        flat = _FLAT_LANGUAGE_PARTS.get(self.family)
+        if flat is not None and "vision_config" in self.config:
+            beside = {key: value for key, value in self.config.items() if not _reads(key) and key != "architectures"}
+            return beside | {"model_type": flat}
         return self.config
 
     @property
@@ -355,14 +380,44 @@ class ModelDescription:
             fault = "does not go with lora.init = 'pissa', which needs the weights as numbers: remove init"
         return None if fault is None else f"its weights are in 4 bits, and quantization {fault}; or {_PLAIN_VERSION}"
 
-    def adapter_fault(self, lora: LoRAConfig | None) -> str | None:
-        """Why the layers of the model cannot be adapted like this; None if nothing in its config says so."""
-        if lora is None or not self.has_experts or self.language_part.get("model_type") in _UNROUTED_FAMILIES:
+    def adapter_fault(self, lora: LoRAConfig | None, tensors: Mapping[str, Sequence[int]] | None = None) -> str | None:
+        """Why the layers of the model cannot be adapted like this; None if nothing in its config says so, nor in
+        `tensors`, the shapes in its files.
+        """
+        if lora is None:
             return None
-        key = "lora.use_dora" if lora.use_dora else "lora.init = 'pissa'" if lora.init == "pissa" else None
-        if key is None or STACKED_EXPERTS not in lora.target_modules or STACKED_EXPERTS in lora.modules_to_save:
+        family = self.language_part.get("model_type")
+        chosen = STACKED_EXPERTS in lora.target_modules and STACKED_EXPERTS not in lora.modules_to_save
+        if chosen and self.has_experts and family not in ("doge", "jetmoe"):  # which have no layer of that name
+            key = "lora.use_dora" if lora.use_dora else "lora.init = 'pissa'" if lora.init == "pissa" else None
+            if key is None and family in _UNADAPTED_EXPERTS:
+                key = "lora.target_modules: an adapter"
+            if key is not None:
+                return (
+                    f"{key} is not for the experts of {self.class_name}: remove {STACKED_EXPERTS!r} from "
+                    "lora.target_modules"
+                )
+        places = [
+            # A stack of experts has the projections of each.
+            place if len(shape) == 2 else f"{place}.0.{projection}"
+            for name, shape in (tensors or {}).items()
+            if len(shape) == 2 or (len(shape) == 3 and 1 not in shape)
+            for place in (name.rpartition(".")[0],)
+            for projection in (("",) if len(shape) == 2 else ("gate_proj", "up_proj", "down_proj"))
+        ]
+        of_blocks = [place for place in places if any(map(str.isdigit, place.split(".")))]
+        if len(of_blocks) < 2 or family in _RENAMED_LAYERS:  # no decoder block that is known
             return None
-        return f"{key} is not for the experts of {self.class_name}: remove {STACKED_EXPERTS!r} from lora.target_modules"
+        for name in lora.target_modules:
+            # A head that is the embedding is not in the files.
+            is_judged = name not in (ALL_LINEAR, STACKED_EXPERTS, "lm_head") and not is_regex(name)
+            if is_judged and not any(matches(name, place) for place in places):
+                held = ", ".join(sorted({place.rpartition(".")[2] for place in of_blocks}))
+                return (
+                    f'lora.target_modules: "{name}" matches no layer of {self.class_name}, which has {held}: name '
+                    f'some of these, or "{ALL_LINEAR}"'
+                )
+        return None
 
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""

@@ -30,15 +30,19 @@ PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 """Files that describe how a checkpoint with a vision tower reads images; each checkpoint has one of them or both."""
 
 
-def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
-    """Why a model cannot be trained; None where that does not show before it is loaded."""
+def trained_model_fault(model: ModelConfig, start: StartDir, *, is_frozen: bool = False) -> str | None:
+    """Why a model cannot be trained; None where that does not show before it is loaded.
+
+    `is_frozen`: nothing of it is trained.
+    """
     if fault := model_fault(model.name, start, needs_weights=False):
         return fault
     description = describe(model.name, start)
     if description is not None:
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
-        fault = fault or description.division_fault(model) or description.storing_fault(model)
-        if fault := fault or description.adapter_fault(model.lora):
+        fault = fault or description.division_fault(model)
+        fault = fault or description.storing_fault(model, is_frozen=is_frozen)
+        if fault := fault or description.adapter_fault(model.lora, _tensors(model, start)):
             return fault
         key = next((each for each in _OF_ROUTERS if getattr(model, each)), None)
         if key is not None and not description.has_experts:
@@ -46,6 +50,14 @@ def trained_model_fault(model: ModelConfig, start: StartDir) -> str | None:
         if model.vision is not None and (fault := vision_fault(description.family) or _no_processor(model.name, start)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
+
+
+def _tensors(model: ModelConfig, start: StartDir) -> dict[str, tuple[int, ...]]:
+    folder = None if model.lora is None else _local_folder(model.name, start)
+    try:
+        return {} if folder is None else tensor_shapes(folder)
+    except StartFault:
+        return {}  # loading it says what is wrong with the file
 
 
 def _no_processor(name: str, start: StartDir) -> str | None:
@@ -62,9 +74,10 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     """
     description = describe(name, start)
     # A critic is stored as the trained model is.
-    of_trained = {"vision": None, **_OF_ROUTERS} | ({} if is_scored else {"quantization": None})
+    of_trained = {"vision": None, **_OF_ROUTERS} | ({} if is_scored else {"quantization": None, "lora": None})
     other = model.model_copy(update={"name": name, "debug": DebugModelConfig(), **of_trained})
-    return trained_model_fault(other, start) or (description.scoring_fault() if description and is_scored else None)
+    fault = trained_model_fault(other, start, is_frozen=not is_scored)
+    return fault or (description.scoring_fault() if description and is_scored else None)
 
 
 def describe(name: str, start: StartDir) -> ModelDescription | None:

@@ -212,7 +212,7 @@ def _critic_faults(trainer: TrainerConfig, start: StartDir) -> Iterator[str]:
         ours = trainer.tokenizer.name or trainer.model.name
         # Weights that are all trained are not stored in 4 bits.
         quantization = None if trainer.critic.lora is None else trainer.model.quantization
-        model = trainer.model.model_copy(update={"quantization": quantization})
+        model = trainer.model.model_copy(update={"quantization": quantization, "lora": trainer.critic.lora})
         fault = other_model_fault(name, model, start, is_scored=True)
         yield from _same_tokenizer_faults("trainer.critic.name", name, ours, start, fault)
         return
