@@ -43,7 +43,7 @@ GEMMA3 = LLAMA | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 BLOCKS = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 256}
-WIDE = TINY | {"vocab_size": 16000}
+WIDE, LARGE = TINY | {"vocab_size": 16000}, TINY | {"vocab_size": 100_000}
 HEAD = {"rank": 8, "target_modules": ["q_proj", "lm_head"]}
 FAMILY_TEXT = {
     "gemma3": "gemma3_text",
@@ -84,6 +84,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("on a CPU, adafactor", WIDE, as_on_gpu=False, settings=FLOAT32, optimizer="adafactor"),
         Case("as on a GPU, pissa", BLOCKS, seq_len=128, settings=FLOAT32 | {"lora": {"rank": 64, "init": "pissa"}}),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
+        Case("as on a GPU, adapters, head in parts", LARGE, seq_len=640, settings=BFLOAT16 | {"lora": {"rank": 8}}),
     ],
     ids=lambda case: case.name,
 )

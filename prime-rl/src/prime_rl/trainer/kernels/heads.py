@@ -111,12 +111,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += _loss_in_place(logits, targets[chunk], is_trained, limits, options.kind)
             if grad_hidden is None:
                 continue
-            grad_logits = logits
-            grad_hidden[chunk] = product(grad_logits, weight.t())
+            # They are the gradient by now. Another name for them would keep them beside the next ones.
+            grad_hidden[chunk] = product(logits, weight.t())
             if grad_weight is not None:
-                _add_weight_gradient(grad_weight, grad_logits, hidden[chunk], product, limits.vocab_chunk)
+                _add_weight_gradient(grad_weight, logits, hidden[chunk], product, limits.vocab_chunk)
             elif trains_weight and not is_added_later:
-                grad_weight = product(grad_logits.t(), hidden.t())  # a single chunk needs no float32 sum
+                grad_weight = product(logits.t(), hidden.t())  # a single chunk needs no float32 sum
         if len(targets) == 0 and ctx.needs_input_grad[1] and not is_added_later:
             # Other processes have a gradient, and all reduce theirs together.
             grad_weight = torch.zeros_like(weight)
