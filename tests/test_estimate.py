@@ -119,7 +119,8 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path
     cheapest = ("--trainer.model.lora.rank", "16", "--trainer.model.fsdp-cpu-offload", "--trainer.model.ac.freq", "1")
     long = ("medarc_train", "rl", rl_toml, "--device", "cuda", "--model.name", model, "--gpu", "24", *cheapest)
     shorter = answer(*long, "--trainer.model.ac-offloading.pin-memory", "true", "--seq-len", "131072")["change"]
-    assert shorter == {"set": "seq_len = 32768, inference.model.max_model_len = 32768", "verdict": "fits"}
+    lengths = "seq_len = 65536, inference.model.max_model_len = 65536"
+    assert shorter == {"set": f"trainer.model.mlp_chunk_tokens = 2048, {lengths}", "verdict": "fits"}
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
             "lora.use_dora is not for the experts of Qwen3MoeForCausalLM: remove 'experts' from lora.target_modules",
         ),
         (sft("mixture", sizes={"lora": {"init": "pissa"}}), "lora.init = 'pissa' is not for the experts of"),
+        (
+            sft("mixture", sizes={"mlp_chunk_tokens": 64}),
+            "model.mlp_chunk_tokens: Qwen3MoeForCausalLM is a mixture of experts: remove it",
+        ),
         (sft("dense", sizes={"freeze_moe_router": True}), "model.freeze_moe_router: Qwen3ForCausalLM is no mixture"),
         (
             sft("dense", sizes={"router_bias_update_rate": 0.1}),

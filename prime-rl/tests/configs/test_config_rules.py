@@ -145,6 +145,7 @@ IMITATED = "demonstrations.data.name=rows.jsonl"
         (TrainerConfig, "model.ac.memory-gib=4 model.ac-offloading", "ac_offloading moves what ac.memory_gib keeps"),
         (TrainerConfig, "model.ep=2 model.ac.memory-gib=4", "ep (2) with ac.memory_gib"),
         (TrainerConfig, "model.tp=2 model.ac-offloading", "tp (2) with [ac_offloading]"),
+        (TrainerConfig, "model.mlp-chunk-tokens=64 model.compile", "mlp_chunk_tokens (64) with [compile]"),
         (TrainerConfig, "model.ep=2 model.ac-offloading", "ep (2) with [ac_offloading]"),
         (TrainerConfig, "model.cp=2 distillation.top-k=4", "model.cp (2) divides them"),
         (TrainerConfig, "model.tp=2 distillation.top-k=4", "model.tp (2) divides them"),

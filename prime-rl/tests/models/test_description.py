@@ -24,6 +24,7 @@ from prime_rl.checks.model_description import (
     CAUSAL_FAMILIES,
     PLAIN_LANGUAGE_PARTS,
     SEPARABLE_FAMILIES,
+    UNCHUNKED_FAMILIES,
     UNDIVIDED_FAMILIES,
     UNSCORED_FAMILIES,
     UNTRAINED_FAMILIES,
@@ -32,6 +33,7 @@ from prime_rl.checks.model_description import (
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import LoRAConfig, ModelConfig
+from prime_rl.trainer.model.blocks import decoder_blocks, dense_mlps
 from prime_rl.trainer.model.lora import is_routed, select_modules
 from prime_rl.trainer.model.tensor_parallel import plan_of_blocks
 from prime_rl.trainer.process.errors import ModelError
@@ -77,12 +79,13 @@ ADAPTERS = {
 
 
 def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
-    """Models without values, one of each family. Layers need a plan of Transformers, and experts a stack."""
+    """Models without values, one of each family. Layers need a plan of Transformers, experts a stack, and chunks an MLP
+    that is a module of its own."""
     families: dict[str, PretrainedConfig] = {}
     for case in cases():
         families.setdefault(tiny_config(case).model_type, tiny_config(case))
     unlike: dict[str, object] = {}
-    without_plan, without_stack, refused = set(), set(), set()
+    without_plan, without_stack, refused, without_mlp = set(), set(), set(), set()
     for family, config in families.items():
         described = ModelDescription(config.to_dict())
         if described.training_fault() is not None:
@@ -104,6 +107,8 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
             plan_of_blocks(model)
         except ModelError:
             without_plan.add(family)
+        if not (described.has_experts or any(dense_mlps(block) for block in decoder_blocks(model))):
+            without_mlp.add(family)
         if described.has_experts and not any(map(is_routed, model.modules())):
             without_stack.add(family)
             refused |= (
@@ -112,6 +117,7 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
     # Of these, the names on the hub do not tell what adapters can name.
     assert unlike.keys() == {"deepseek_v4", "hy_v4"}, unlike
     assert without_plan == UNDIVIDED_FAMILIES
+    assert without_mlp == UNCHUNKED_FAMILIES
     # The first layers of LFM2-MoE are dense, and its tiny model has no others.
     assert refused == without_stack - {"lfm2_moe"}
 

@@ -57,6 +57,7 @@ ADAPTER = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
 SETTINGS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapter, recomputed": {"lora": ADAPTER, "ac": {"freq": 1}},
+    "in chunks": {"mlp_chunk_tokens": 16, "ac": {"freq": 1}},
     "offloaded": {"fsdp_cpu_offload": True},
 }
 Found = dict[str, Tensor]
@@ -209,6 +210,7 @@ def launch(arguments: argparse.Namespace) -> int:
         for count in (1, arguments.processes)
         for model in arguments.models
         for settings in arguments.settings
+        if not (model.startswith("experts") and "mlp_chunk_tokens" in SETTINGS[settings])  # refused
         for mesh in meshes(count, model)
         if count == 1 or not arguments.meshes or mesh in arguments.meshes
     ]

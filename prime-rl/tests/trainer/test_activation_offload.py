@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from prime_rl.checks.memory import ModelShape
 from prime_rl.checks.memory.training import activations_of
@@ -14,6 +16,18 @@ from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.model.scoring import score_tokens
 from prime_rl.trainer.process.mesh import Mesh
 
+SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 4),
+    "vocab_size": 100,
+    "pad_token_id": 0,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "layer_types": ["full_attention", "full_attention"],
+}
 CPU = torch.device("cpu")
 TOKENS, PLACES = torch.arange(60)[None], torch.cat([torch.arange(25), torch.arange(35)])[None]
 
@@ -25,7 +39,7 @@ def loss_and_gradients(model) -> list[Tensor]:
         loss = score_tokens(model, TOKENS, PLACES, lambda hidden, logits_of: logits_of(hidden).logsumexp(-1).sum())
         loss.backward()
         losses.append(loss.detach())
-    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     return [*losses, *gradients]
 
@@ -100,3 +114,45 @@ def test_small_tensors_and_parameters_are_not_moved() -> None:
         small.exp().sum()
         linear(torch.ones(2, 64, requires_grad=True)).sum()
     assert offload.moved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"ac": {}}),
+        ("qwen3", {"ac": {"freq": 2}, "lora": {"rank": 4}}),
+        ("qwen3", {"quantization": "nf4", "lora": {"rank": 4}}),
+        ("bloom", {"ac": {}}),  # its MLP adds the residual itself
+        ("gpt2", {}),
+        ("phi3", {}),
+        ("lfm2", {"ac": {}}),
+    ],
+    ids=str,
+)
+def test_chunks_of_an_mlp_have_the_loss_and_the_gradients_of_the_whole_row(
+    tmp_path: Path, mesh: Mesh, family: str, settings: dict[str, Any]
+) -> None:
+    if "quantization" in settings:
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    config = AutoConfig.for_model(family, **SIZES)
+    config.save_pretrained(tmp_path)
+    common = {"name": str(tmp_path), "attn": "sdpa", "debug": {"random_init": True}, **settings}
+    expected = loss_and_gradients(setup_model(ModelConfig(**common), mesh))
+    chunked = loss_and_gradients(setup_model(ModelConfig(**common, mlp_chunk_tokens=16), mesh))
+    torch.testing.assert_close(chunked, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_that_is_computed_again_drops_what_it_dropped_before(tiny_model_dir: Path, mesh: Mesh) -> None:
+    lora = {"rank": 4, "dropout": 0.5, "target_modules": ["down_proj"]}
+    common = {"name": str(tiny_model_dir), "attn": "sdpa", "lora": lora}
+    found = []
+    for chunks in ({}, {"mlp_chunk_tokens": 4096}):  # one chunk draws as a whole row does
+        model = setup_model(ModelConfig(**common, **chunks), mesh, has_dropout=True)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.fill_(0.01) if name.endswith("lora.B") else None
+        torch.manual_seed(0)
+        found.append(loss_and_gradients(model))
+    torch.testing.assert_close(*found)
+    assert found[0][0] != found[0][1]

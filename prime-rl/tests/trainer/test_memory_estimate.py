@@ -56,6 +56,7 @@ FLOAT32 = {"compute_dtype": "float32"}
 HALF = BLOCKS | {"num_hidden_layers": 6}
 BUDGET = {"memory_gib": 0.06}
 ROUNDED = FLOAT32 | {"optimization_dtype": "bfloat16"}
+CHUNKS = {"mlp_chunk_tokens": 128}
 BFLOAT16 = {"compute_dtype": "bfloat16"}
 
 
@@ -83,6 +84,10 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, rounded, 8 bits", WIDE, settings=ROUNDED, optimizer="adamw8bit", is_rounded=True),
         Case("on a CPU, adafactor", WIDE, as_on_gpu=False, settings=FLOAT32, optimizer="adafactor"),
         Case("as on a GPU, pissa", BLOCKS, seq_len=128, settings=FLOAT32 | {"lora": {"rank": 64, "init": "pissa"}}),
+        Case("as on a GPU, chunks", BLOCKS, seq_len=1024, settings=FLOAT32 | CHUNKS),
+        Case("as on a GPU, chunks, recomputed", BLOCKS, seq_len=1024, settings=BFLOAT16 | CHUNKS | {"ac": {}}),
+        Case("on a CPU, chunks", BLOCKS, as_on_gpu=False, seq_len=1024, settings=FLOAT32 | CHUNKS),
+        Case("on a CPU, chunks, adapters", HALF, as_on_gpu=False, settings=CHUNKS | {"lora": {"rank": 8}, "ac": {}}),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),
         Case("as on a GPU, adapters, head in parts", LARGE, seq_len=640, settings=BFLOAT16 | {"lora": {"rank": 8}}),
     ],

@@ -125,6 +125,9 @@ UNDIVIDED_FAMILIES = frozenset(
 )
 """Families that are trained and for whose layers Transformers has no plan of tensor parallelism."""
 
+UNCHUNKED_FAMILIES = frozenset("biogpt ctrl falcon_mamba mamba mamba2 opt rwkv xglm".split())
+"""Dense families that are trained and whose blocks have no MLP as a module that we know."""
+
 _UNROUTED_FAMILIES = frozenset(("doge", "jetmoe", "llama4_text"))
 """Mixtures whose experts are no stack that takes hidden states and each token's experts, as `model.ep` divides it."""
 
@@ -298,8 +301,13 @@ class ModelDescription:
         return None
 
     def division_fault(self, model: ModelConfig) -> str | None:
-        """Why processes cannot divide it as the `model` section says; None if nothing in this config says so."""
+        """Why it cannot be divided among processes or into chunks as the `model` section says; None if nothing in this
+        config says so.
+        """
         family = self.language_part.get("model_type")
+        if model.mlp_chunk_tokens is not None and (self.has_experts or family in UNCHUNKED_FAMILIES):
+            what = "is a mixture of experts" if self.has_experts else "has no MLP that can be chunked"
+            return f"model.mlp_chunk_tokens: {self.class_name} {what}: remove it"
         heads = self.attention_heads
         sharing, text = product_of(model, "cp", "tp")
         if isinstance(heads, int) and heads % sharing:

@@ -74,7 +74,8 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     """
     description = describe(name, start)
     # A critic is stored as the trained model is.
-    of_trained = {"vision": None, **_OF_ROUTERS} | ({} if is_scored else {"quantization": None, "lora": None})
+    of_trained = {"vision": None, **_OF_ROUTERS}
+    of_trained |= {} if is_scored else {"quantization": None, "lora": None, "mlp_chunk_tokens": None}
     other = model.model_copy(update={"name": name, "debug": DebugModelConfig(), **of_trained})
     fault = trained_model_fault(other, start, is_frozen=not is_scored)
     return fault or (description.scoring_fault() if description and is_scored else None)

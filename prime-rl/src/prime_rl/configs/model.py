@@ -258,6 +258,11 @@ class ModelConfig(BaseModelConfig):
     ac_offloading: ActivationOffloadingConfig | None = None
     """Activations in host memory; turns `ac` on. None keeps them on the GPU. No effect on a CPU."""
 
+    mlp_chunk_tokens: Count | None = None
+    """Compute the dense MLP of each decoder block for so many tokens at a time, and again in the backward pass, so that
+    only one chunk's intermediate activations exist. 1,024 or more cost little beside that. None computes a whole row at
+    once."""
+
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and update them on the CPU."""
 
@@ -378,6 +383,8 @@ class ModelConfig(BaseModelConfig):
                 yield f"{name} ({size}) with [compile]: collectives of a compiled block are not supported: remove one"
             if name != "cp" and size > 1 and self.ac_offloading is not None:
                 yield f"{name} ({size}) with [ac_offloading]: activations of divided layers cannot be moved: remove one"
+        if self.mlp_chunk_tokens is not None and self.compile is not None:
+            yield f"mlp_chunk_tokens ({self.mlp_chunk_tokens}) with [compile], which unrolls the chunks: remove one"
         if self.ac is not None and self.ac.memory_gib is not None:
             yield from self._budget_faults(self.ac)
         if self.fsdp_cpu_offload and self.optim_cpu_offload:

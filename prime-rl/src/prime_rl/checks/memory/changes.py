@@ -38,6 +38,7 @@ _MORE_NODES = (2, 4)
 """Times as many nodes."""
 _LEAST_GIB = 0.1
 """So small a budget of activations that all blocks are recomputed."""
+_CHUNK_TOKENS = 2048
 _UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -282,6 +283,8 @@ def _slow_changes(model: ModelConfig, optim: OptimizerConfig, path: str) -> Iter
         if model.ac is not None and model.ac.memory_gib is not None:
             text += f" instead of {path}.ac.memory_gib"
         yield Change(f"{path}.ac", text, lambda run: _with_all(run, values), cost=cost)
+    if model.mlp_chunk_tokens is None and model.compile is None:
+        yield replace(_set(f"{path}.mlp_chunk_tokens", _CHUNK_TOKENS), cost="MLPs run forward once more")
     if model.lora is not None:  # the next ones move all weights in each pass
         yield from _quantizing(model, path)
     if isinstance(optim, AdamWConfig) and model.lora is None:

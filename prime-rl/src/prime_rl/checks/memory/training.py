@@ -43,6 +43,8 @@ class Precision:
     """Our kernels for CPUs replace norms and, if layers are whole, SwiGLU layers."""
     tp: int = 1
     """Number of processes that divide heads and inner features."""
+    is_chunked: bool = False
+    """MLPs are computed in chunks of a row, and again in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class BlockActivations:
     """Kept if the block is recomputed."""
     temporary: int
     """Gradients inside the block, at the peak of its backward pass."""
+    of_chunk: int = 0
+    """The same per token of a chunk of the MLP, with what the chunk has computed again."""
 
 
 def block_activations(
@@ -64,14 +68,21 @@ def block_activations(
     size, hidden = precision.compute_bytes, shape.hidden
     inner = _inner_width(shape, block) // precision.tp
     saved = _norms(shape, block, precision, lora) + _attention(shape, size) // precision.tp
-    saved += _mlp(shape, block, precision, lora)
+    of_mlp = _mlp(shape, block, precision, lora)
     if lora is not None:
         for path in (path for path in linear_paths(block) if is_target(lora, place + path)):
             # DoRA keeps the output before it is stretched.
-            saved += size * (lora.rank_of(place + path) + (block[f"{path}.weight"][0] if lora.use_dora else 0))
+            of_layer = size * (lora.rank_of(place + path) + (block[f"{path}.weight"][0] if lora.use_dora else 0))
+            of_mlp, saved = (of_mlp + of_layer, saved) if _is_of_mlp(path) else (of_mlp, saved + of_layer)
     gradients = _LEAN_MLP_GRADIENTS if _has_lean_mlp(shape, block, precision, lora) else _MLP_GRADIENTS
-    temporary = size * (gradients * inner + hidden)
-    return BlockActivations(saved, size * hidden, temporary)
+    if precision.is_chunked:
+        # The gradients of the MLP's output, and of the chunks of its input.
+        return BlockActivations(saved, size * hidden, 2 * size * hidden, of_mlp + size * gradients * inner)
+    return BlockActivations(saved + of_mlp, size * hidden, size * (gradients * inner + hidden))
+
+
+def _is_of_mlp(name: str) -> bool:
+    return name.startswith(("mlp.", "feed_forward."))
 
 
 _EMBEDDING = re.compile(r"embed|wte|wpe")
@@ -434,7 +445,9 @@ def precision_of(model: ModelConfig, device: Device) -> Precision:
     dtype = model.compute_dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    return Precision(BYTES[dtype], device == "cpu" and model.compile is None, model.tp)
+    return Precision(
+        BYTES[dtype], device == "cpu" and model.compile is None, model.tp, model.mlp_chunk_tokens is not None
+    )
 
 
 def activations_of(shape: ModelShape, model: ModelConfig, device: Device) -> list[BlockActivations]:
@@ -580,7 +593,9 @@ def _in_backward(training: Training) -> Parts:
     By then its activations are freed.
     """
     activations, recomputed = _activations(training)
-    temporary = max(block.temporary for block in training.blocks) * training.row_tokens
+    chunk = min(training.row_tokens, training.model.mlp_chunk_tokens or 0)
+    temporary = max(block.temporary * training.row_tokens + block.of_chunk * chunk for block in training.blocks)
+    temporary += _summed_over_chunks(training)
     temporary = max(temporary, _attention_temporaries(training)) + recomputed + _dequantized(training)
     gathered = later = 0
     if not training.keeps_gathered:
@@ -603,6 +618,19 @@ def _in_backward(training: Training) -> Parts:
         "logits": training.loss.kept,
         "buffers": _gathered(training) + gathered,
     }
+
+
+def _summed_over_chunks(training: Training) -> int:
+    """The gradients of an MLP's matrices, which are summed before they leave autograd, and those of the next chunk."""
+    chunk, kept, lora = training.model.mlp_chunk_tokens, training.precision, training.model.lora
+    if chunk is None or lora is not None or training.row_tokens <= chunk:
+        return 0
+    of_blocks = [{name: of for name, of in block.items() if _is_of_mlp(name)} for block in training.shape.blocks]
+    mlp, block = max(zip(of_blocks, training.shape.blocks, strict=True), key=lambda pair: count(pair[0]))
+    own = _of_one_process(mlp, training.model)
+    # A lean MLP computes all of a chunk's together; of others, one is counted where matrices are.
+    new = own if _has_lean_mlp(training.shape, block, kept, lora) else 0
+    return training.compute_bytes * (own + new)
 
 
 def _dequantized(training: Training) -> int:

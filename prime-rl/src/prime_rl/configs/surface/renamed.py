@@ -292,6 +292,7 @@ _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("bf16", "model.compute_dtype", "bfloat16 is the default on a GPU"),
     ("torch_dtype", "model.compute_dtype", "the weights themselves have model.optimization_dtype"),
     ("gradient_checkpointing", "model.ac", "a table: [model.ac]"),
+    ("tiled_mlp", "model.mlp_chunk_tokens", "tokens of a chunk, such as 2048"),
     ("attn_implementation", "model.attn", ""),
     ("flash_attention", "model.attn", "flash_attention_2 is the default"),
     ("torch_compile", "model.compile", "a table: [model.compile]"),

@@ -1,5 +1,5 @@
-"""Applies compilation, activation checkpointing and activation offloading to decoder blocks, and keeps their weights
-gathered during a step.
+"""Applies compilation, activation checkpointing, chunks of MLPs and activation offloading to decoder blocks, and keeps
+their weights gathered during a step.
 
 Activation offloading keeps saved activations in host memory between the forward and the backward pass. Copies run on a
 CUDA stream beside the computation. In the forward pass, the newest `max_inflight_activations` stay on the device until
@@ -170,12 +170,23 @@ def prepare_blocks(
     routers: Routers | None = None,
     shape: ModelShape | None = None,
 ) -> None:
-    """Wrap each block's forward according to `compile`, `ac` and `ac_offloading`. Call before FSDP adds its hooks.
+    """Wrap each block's forward according to `compile`, `ac`, `mlp_chunk_tokens` and `ac_offloading`. Call before FSDP
+    adds its hooks.
 
     `is_random` says that blocks draw random numbers, for dropout: recomputing them then restores the random state.
     Recomputed blocks run `state_layers` on the sequences of their forward pass, and `routers` choose as they did there.
     With `ac.memory_gib`, `shape` tells how much they keep.
+
+    Raises:
+        ModelError: no block has an MLP that can be chunked.
     """
+    if config.mlp_chunk_tokens is not None:
+        mlps = [mlp for block in decoder_blocks(model) for mlp in dense_mlps(block)]
+        if not mlps:
+            name = type(model).__name__
+            raise ModelError(f"model.mlp_chunk_tokens: {name} has no MLP that can be chunked: remove it")
+        for mlp in mlps:
+            mlp.forward = _in_chunks(mlp.forward, config.mlp_chunk_tokens, is_random)
     offload = None
     if config.ac_offloading is not None and device.type == "cuda":
         offload = ActivationOffload(config.ac_offloading, device)
@@ -213,6 +224,35 @@ def _checkpointed(
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
     return recomputing
+
+
+_FIRST_LAYERS = ("up_proj", "gate_up_proj", "c_fc", "fc1", "fc_in", "dense_h_to_4h", "input_linear", "w1", "Wi")
+"""Names that families give to the layer by which an MLP begins."""
+
+
+def dense_mlps(block: nn.Module) -> list[nn.Module]:
+    """The feed-forward layers of a block that are modules of their own."""
+    inside = (module for module in block.modules() if module is not block)
+    return [each for each in inside if any(isinstance(getattr(each, name, None), nn.Module) for name in _FIRST_LAYERS)]
+
+
+def _in_chunks(forward: Forward, chunk_tokens: int, preserve_rng_state: bool) -> Forward:
+    """Compute an MLP for `chunk_tokens` at a time, and again in the backward pass.
+
+    Also of a row that is one chunk: its intermediate activations then exist in one block at a time.
+    """
+
+    def chunked(*states: Tensor) -> Tensor:
+        parts = (each.reshape(1, -1, each.shape[-1]).split(chunk_tokens, dim=1) for each in states)
+        outputs = [
+            checkpoint(forward, *part, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            for part in zip(*parts, strict=True)
+        ]
+        whole = torch.cat(outputs, dim=1)
+        # Not as a view, which is also what Bloom's blocks return, and FSDP warns of those.
+        return torch.ops.aten._unsafe_view(whole, [*states[0].shape[:-1], whole.shape[-1]])
+
+    return chunked
 
 
 def _within_budget(

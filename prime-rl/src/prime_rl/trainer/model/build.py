@@ -292,7 +292,7 @@ def setup_frozen(
         changes |= {"name": name, "adapter": None, "lora": None, "quantization": None, "debug": type(config.debug)()}
         # Of the trained model alone: another one may have no routers, and is not exported.
         changes |= {"freeze_moe_router": False, "language_model_only": False, "vision": None}
-        changes |= {"router_aux_loss_coef": 0.0}
+        changes |= {"router_aux_loss_coef": 0.0, "mlp_chunk_tokens": None}
     frozen = config.model_copy(update=changes)
     return setup_model(frozen, mesh, products=products, is_frozen=True).requires_grad_(False)
 

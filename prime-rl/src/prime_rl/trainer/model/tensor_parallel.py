@@ -148,8 +148,10 @@ def _share_input(parent: nn.Module, layers: Sequence[nn.Module], tp: DeviceMesh)
 
     for layer in layers:
         layer.forward = partial(shared, layer.forward)
-    # Recomputed blocks end by an exception once they have what the backward pass needs.
-    parent.register_forward_hook(lambda *_: last.clear(), always_call=True)
+    # Recomputed blocks end by an exception once they have what the backward pass needs. Chunks of an MLP are recomputed
+    # without the module itself.
+    for module in (layers[-1], parent):
+        module.register_forward_hook(lambda *_: last.clear(), always_call=True)
 
 
 def divided(weight: nn.Parameter, axis: int, sharing: DeviceMesh) -> nn.Parameter:
