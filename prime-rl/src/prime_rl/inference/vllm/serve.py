@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.protocol import MAX_TOP_LOGPROBS
 from prime_rl.inference.vllm.versions import UpdateCount
 from prime_rl.run.process import wait_for_clearance
+from prime_rl.utils.errors import one_line
 from prime_rl.utils.limits import usable_memory_bytes
 from prime_rl.utils.logger import get_logger
 
@@ -112,10 +114,33 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         _fit_cpu(args)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
+    if config.vllm or extras:
+        _refuse_settings(args)
     wait_for_clearance(os.environ, get_logger().info)
     with UpdateCount.shared():
         ServeSubcommand.cmd(args)
     return 0
+
+
+def _refuse_settings(args: Namespace) -> None:
+    """End with one line if vLLM's engine refuses what its parser took, such as numbers that contradict each other.
+
+    Made of a copy, because vLLM adds to the tables of its arguments. The server makes it again.
+    """
+    from pydantic import ValidationError
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        AsyncEngineArgs.from_cli_args(deepcopy(args)).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+        faults = [str(error)]
+        if isinstance(error, ValidationError):
+            faults = [
+                ": ".join([*map(str, each["loc"]), each["msg"].removeprefix("Value error, ")])
+                for each in error.errors()
+            ]
+        sys.stderr.writelines(f"error: vLLM: {one_line(fault) or type(error).__name__}\n" for fault in faults)
+        raise SystemExit(2) from error
 
 
 def _allow_plugin() -> None:
