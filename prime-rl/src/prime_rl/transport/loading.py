@@ -8,7 +8,7 @@ missing. `fill` reads them: no process ever holds more than its shards and one p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -465,14 +465,19 @@ def fill(
     dtype: torch.dtype | None,
     change: Change,
     stored: Mapping[str, Stored] | None = None,
-) -> None:
-    """Read the weights of `model` from its files. Each rank reads its own shards.
+    *,
+    only: Container[str] | None = None,
+) -> tuple[int, int]:
+    """Read the weights of `model` from its files. Each rank reads its own shards. Returns how many it read, of how many.
 
     Parameters are read in `dtype` (None: as they are), then `change` may add to them, then they are stored in their
     own. Buffers are read in their own. `stored` has the weights that the model holds in another form, which are read in
-    float32. Collective with them.
+    float32. Collective with them. With `only`, other tensors than those and the ones of these names are left alone.
     """
-    unread: dict[str, Tensor | Stored] = {**_destinations(model, plan), **(stored or {})}
+    held = _destinations(model, plan)
+    wanted = {name: tensor for name, tensor in held.items() if only is None or name in only}
+    unread: dict[str, Tensor | Stored] = {**wanted, **(stored or {})}
+    counts = len(unread), len({**held, **(stored or {})})
     packed = plan.packed
     while unread:
         name, destination = next(iter(unread.items()))
@@ -500,6 +505,7 @@ def fill(
                     put(unread[each], index, change(each, value[index], index))
                     _finish(unread.pop(each))
     _zero_padding(model)
+    return counts
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
 """The state of a training run that a checkpoint holds, its saved parts, and what a resumed run has restored.
 
-Frozen weights are left out: they come with the model, and a resumed run must have the same ones. PiSSA's starts are
-kept: other machines would find slightly different ones.
+Frozen weights are left out: they come with the model, and a resumed run must have the same ones. All others come from
+the checkpoint alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from prime_rl.run.early_stop import History
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints.files import load_object, random_state, rank_file
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.lora import LowRank, is_start
+from prime_rl.trainer.model.lora import LowRank, frozen_names
 from prime_rl.trainer.optim.scheduler import continue_schedule
 from prime_rl.trainer.process.errors import ResumeRefused
 from prime_rl.trainer.process.world import Process
@@ -37,8 +37,7 @@ _DIGEST_RANGE = 2**40
 
 def without_frozen(model_state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """`model_state` without the frozen weights, which come with the model."""
-    weights = model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, weight in weights if not (weight.requires_grad or is_start(name))}
+    frozen = frozen_names(model)
     return {name: value for name, value in model_state.items() if name not in frozen}
 
 
@@ -48,8 +47,8 @@ def identity_of_frozen(model: nn.Module) -> dict[str, Any]:
     It depends neither on the number of processes nor on whether the weights are in float32 or bfloat16.
     """
     scales = [module.scale for module in model.modules() if isinstance(module, LowRank)]
-    weights = model.named_parameters()
-    frozen = [weight for name, weight in weights if not (weight.requires_grad or is_start(name))]
+    names = frozen_names(model)
+    frozen = [weight for name, weight in model.named_parameters() if name in names]
     total = torch.tensor(sum(map(_sum_of_bits, frozen)) % _DIGEST_RANGE)
     dist.all_reduce(total)
     return {
@@ -123,6 +122,8 @@ class TrainedModel:
     scheduler: LambdaLR
     balance: Balance | None = None
     """Counts the load of a mixture's experts. None counts nothing."""
+    check: Callable[[], None] | None = None
+    """Checks the model when it has been restored, if it was built without values."""
 
     def balanced(self) -> dict[str, float]:
         """Balance the experts after an optimizer step, and return the metrics of their load. Collective."""
@@ -164,6 +165,8 @@ class TrainedModel:
             group.update(own)
         if schedule is not None:
             continue_schedule(self.scheduler, schedule["last_epoch"])
+        if self.check is not None:
+            self.check()
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,7 +49,14 @@ from prime_rl.trainer.model.blocks import decoder_blocks, prepare_blocks
 from prime_rl.trainer.model.expert_parallel import divide_experts, shard_experts
 from prime_rl.trainer.model.hybrids import StateLayers
 from prime_rl.trainer.model.layouts import SHARED, Grid, PrefixTree, SequenceBlocks
-from prime_rl.trainer.model.lora import Merge, add_adapters, draw_adapters, load_adapter, log_adapters
+from prime_rl.trainer.model.lora import (
+    Merge,
+    add_adapters,
+    draw_adapters,
+    frozen_names,
+    load_adapter,
+    log_adapters,
+)
 from prime_rl.trainer.model.quantized import keep_quantized, log_quantization, quantize_layers
 from prime_rl.trainer.model.scoring import Layout, enable_scoring, output_head, score_tokens, scoring_of
 from prime_rl.trainer.model.tensor_parallel import divide_layers
@@ -125,6 +132,8 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
                 raise
             # Its code counts with all heads, for example.
             raise ModelError(f"model.tp: {name} does not run with divided layers: {first_line(error)}") from error
+        if not all(bool(logits.isfinite().all()) for logits in expected):
+            raise ModelError(f"{name} has logits that are not finite: its weights, or those of the checkpoint, are bad")
         long, other, alike = (Probe(*of_one) for of_one in zip(_probes(model), expected, strict=True))
         far = _last_position(model, seq_len)
         if scoring_of(model).context is not None:
@@ -297,7 +306,42 @@ def setup_frozen(
     return setup_model(frozen, mesh, products=products, is_frozen=True).requires_grad_(False)
 
 
-def setup_model(
+class BuiltModel:
+    """A model that is sharded and has no values yet."""
+
+    def __init__(
+        self, model: PreTrainedModel, read: Callable[[Container[str] | None], None], check: Callable[[], None]
+    ) -> None:
+        """`read` reads the weights with some names (None: all). `check` checks the model, and needs its weights."""
+        self.model = model
+        self._read = read
+        self._check: Callable[[], None] | None = check
+
+    def fill(self, *, is_restored: bool = False) -> None:
+        """Read the weights, and check the model with them. Collective.
+
+        With `is_restored`, only those that checkpoints do not hold; the others must be restored before `check`.
+        """
+        own_beats().say("loading the model")
+        self._read(frozen_names(self.model) if is_restored else None)
+        if not is_restored:
+            self.check()
+
+    def check(self) -> None:
+        """Check the model with the weights that it has, unless that is done. Collective."""
+        if self._check is not None:
+            self._check()
+            self._check = None
+
+
+def setup_model(config: ModelConfig, mesh: Mesh, **options: Any) -> PreTrainedModel:
+    """Build the model, with the `options` of `build_model`, and fill it. Collective."""
+    built = build_model(config, mesh, **options)
+    built.fill()
+    return built.model
+
+
+def build_model(
     config: ModelConfig,
     mesh: Mesh,
     *,
@@ -306,8 +350,8 @@ def setup_model(
     is_scored: bool = False,
     embeddings: int = 0,
     is_frozen: bool = False,
-) -> PreTrainedModel:
-    """Build, load and shard the model. Collective.
+) -> BuiltModel:
+    """Build and shard the model, and find its weights. Collective.
 
     With `is_scored` it is a reward model: Transformers' class for sequence classification with one label. Its head
     `score` is drawn, unless the checkpoint is of that class.
@@ -329,7 +373,7 @@ def setup_model(
     Raises:
         ModelError: there is no model at `config.name`, or it is not supported.
     """
-    own_beats().say("loading the model")
+    own_beats().say("building the model")
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -354,11 +398,11 @@ def setup_model(
             name = type(model).__name__
             get_logger().info(f"model.debug.random_init: exports hold the language model alone, as {name}")
 
-        def read(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
+        def draw(model: PreTrainedModel, stored: Mapping[str, Stored], only: Container[str] | None) -> None:
             for names, drawn in _draw(kind, model_config, options, process):
                 spread(model, drawn, names, options["dtype"], stored)
 
-        weights = Weights(read)
+        weights = Weights(draw)
     else:
         weights = _find_weights(config, model, options["dtype"], process, is_part, adds_embeddings=added > 0)
     compute_buffers(model, float32_names(model, options["dtype"]))
@@ -404,32 +448,42 @@ def setup_model(
     prepare_blocks(model, config, process.device, is_random, layers, routers, shape)
     _shard(model, config, mesh)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
-    weights.read(model, quantized)
-    if quantized:
-        log_quantization(quantized, process)
-    if config.lora is not None:
-        draw_adapters(model)
-        if config.lora.path is not None:
-            load_adapter(model, Path(config.lora.path), is_main=process.is_main)
+
+    def read(only: Container[str] | None) -> None:
+        if only is not None:
+            for each in quantized.values():
+                each.leave_adapter()
+        weights.read(model, quantized, only)
+        if quantized:
+            log_quantization(quantized, process)
+        # Checkpoints hold all of an adapter, also what PiSSA and LoftQ found.
+        if config.lora is not None and only is None:
+            draw_adapters(model)
+            if config.lora.path is not None:
+                load_adapter(model, Path(config.lora.path), is_main=process.is_main)
+
     if not is_scored:
         model.generation_config = _generation_config(model, config, process)
-    keep_gradients(model, process)
     enable_scoring(model, layers, mesh, sharing_heads, routers)
     # With compilation, every combination of sequence lengths would need its own graph.
     is_separable = process.device.type == "cpu" and config.compile is None and not is_random
-    if has_dropout:
-        model.eval()
-    else:
-        leave_dropout_out(model)
     optional = [SequenceBlocks if is_separable else PrefixTree]
-    check_scoring(model, process.device, config.seq_len, optional)
-    if has_dropout:
-        model.train()
+
+    def check() -> None:
+        if has_dropout:
+            model.eval()
+        else:
+            leave_dropout_out(model)
+        keep_gradients(model, process)
+        check_scoring(model, process.device, config.seq_len, optional)
+        if has_dropout:
+            model.train()
+
     if is_random:
         # PyTorch starts with another seed in each process, so that no run could be repeated.
         # Those that divide layers must drop alike what they compute alike.
         torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
-    return model
+    return BuiltModel(model, read, check)
 
 
 def export_dtype(config: ModelConfig, weights: WeightCheckpointConfig | None, device: torch.device) -> torch.dtype:
@@ -578,8 +632,8 @@ def _model_options(config: ModelConfig, model_config: PretrainedConfig, process:
 class Weights:
     """The weights that a model will have."""
 
-    read: Callable[[PreTrainedModel, Mapping[str, Stored]], None]
-    """Puts them into the model once it is sharded."""
+    read: Callable[[PreTrainedModel, Mapping[str, Stored], Container[str] | None], None]
+    """Puts them into the model once it is sharded, at least the `Stored` ones and those of the names (None: all)."""
     packed: Mapping[str, Packed] = field(default_factory=dict)
     """Those that the files hold in 4 bits."""
     changed: frozenset[str] = frozenset()
@@ -629,9 +683,12 @@ def _find_weights(
         get_logger().info(f"Merged the adapter {merge.folder} into the model")
     change = unchanged if merge is None else merge.change
 
-    def read(model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
-        fill(model, plan, dtype, change, stored)
-        if draws_score:
+    def read(model: PreTrainedModel, stored: Mapping[str, Stored], only: Container[str] | None) -> None:
+        count, held = fill(model, plan, dtype, change, stored, only=only)
+        if only is not None and process.is_main:
+            name = config.name
+            get_logger().info(f"Read {count} of {held} tensors from {name}: the checkpoint holds the others")
+        if draws_score and only is None:
             draw_score(model)
 
     return Weights(read, plan.packed, frozenset() if merge is None else merge.changed)

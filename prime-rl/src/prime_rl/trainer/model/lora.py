@@ -656,6 +656,13 @@ def log_adapters(model: PreTrainedModel) -> None:
         get_logger().warning(f"LoRA: PEFT does not load {lost} of {name}; exports hold them merged into the weights")
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names of weights that come with the model, so that checkpoints do not hold them. PiSSA's starts they hold:
+    other machines would find slightly different ones."""
+    weights = model.named_parameters(remove_duplicate=False)
+    return {name for name, weight in weights if not (weight.requires_grad or is_start(name))}
+
+
 def is_start(name: str) -> bool:
     """Whether the parameter of this name holds where an adapter started: it is frozen, but no weight of the model."""
     return name.endswith((".lora.A0", ".lora.B0"))

@@ -168,6 +168,10 @@ class Quantizing:
         self._lora = lora if isinstance(lora, LowRank) and lora.config.init == "loftq" else None
         self._weight: Tensor | None = None
 
+    def leave_adapter(self) -> None:
+        """Find no start for the adapter, which a checkpoint holds."""
+        self._lora = None
+
     @property
     def device(self) -> torch.device:
         packed = self.layer.packed

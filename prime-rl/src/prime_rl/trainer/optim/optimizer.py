@@ -653,7 +653,7 @@ def keep_gradients(model: nn.Module, process: Process) -> None:
     The sharded parameters get the same `grad` as from FSDP, also after `zero_grad(set_to_none=True)`. Does nothing with
     several processes, on a GPU, or for master weights in another dtype than float32, whose sums need another dtype.
 
-    Leaves the weights gathered: `enable_scoring`, which runs next, needs them gathered and then shards them.
+    Leaves the weights gathered: `check_scoring`, which runs next, needs them gathered and then shards them.
     """
     if process.world_size > 1 or process.device.type != "cpu":
         return

@@ -121,12 +121,17 @@ class Reference:
         for objective, stream in self.compared:
             objective.reference = self._kept(stream, is_resumed=is_resumed)
         name, model = self.config.reference.name, self.config.model
-        if name is None or all(objective.reference is not None for objective, _ in self.compared):
+        if name is None or self.is_known:
             return
         check_tokenizer("reference.name", name, model, self.tokenizer)
         own_beats().say("loading the reference")
         self.compute_rest(setup_frozen(model, self.mesh, name=name))
         gc.collect()  # a sharded model refers to itself
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing is left to compute."""
+        return all(objective.reference is not None for objective, _ in self.compared)
 
     def compute_rest(self, model: PreTrainedModel) -> None:
         """Compute what has not been found. A collective call, before a checkpoint is loaded into `model`."""

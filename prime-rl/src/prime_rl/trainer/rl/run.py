@@ -35,12 +35,12 @@ from prime_rl.trainer.checkpoints.weights import export_model
 from prime_rl.trainer.kernels.product_choice import ProductChoice, choose_products
 from prime_rl.trainer.model.balance import Balance
 from prime_rl.trainer.model.build import (
+    build_model,
     check_routers,
     compute_dtype,
     export_dtype,
     is_classifier,
     setup_frozen,
-    setup_model,
 )
 from prime_rl.trainer.model.images import Images, setup_images
 from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_held, setup_tokenizer
@@ -512,7 +512,9 @@ def setup_components(
     )
     images = setup_images(config.model, tokenizer)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
-    model = setup_model(config.model, mesh, products=products)
+    built = build_model(config.model, mesh, products=products)
+    built.fill(is_restored=resume_step is not None)
+    model = built.model
     if demonstrations is not None:
         check_embeddings(config.model, model, tokenizer)
     if config.enable_router_replay:
@@ -522,8 +524,8 @@ def setup_components(
     scheduler = setup_scheduler(config.scheduler, optimizer, config.policy_steps)
     kept = KeptLogprobs(paths.orchestrator, mesh.data_axis)
     balance = Balance(model, config.model.router_bias_update_rate, process)
-    critic = setup_critic(config, tokenizer, mesh, products)
-    trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler, balance)}
+    critic = setup_critic(config, tokenizer, mesh, products, is_restored=resume_step is not None)
+    trained: dict[Role, TrainedModel] = {"policy": TrainedModel(model, optimizer, scheduler, balance, built.check)}
     state = TrainState(trained if critic is None else {**trained, "critic": critic.trained}, tp=config.model.tp)
     if reference is not None and reference.reset_every is not None:
         state.copies["reference"] = reference.model
@@ -579,7 +581,12 @@ def setup_reference(
 
 
 def setup_critic(
-    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, products: ProductChoice
+    config: TrainerConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    products: ProductChoice,
+    *,
+    is_restored: bool = False,
 ) -> Critic | None:
     """The critic with its optimizer and schedule; None if the config has none. Collective.
 
@@ -600,11 +607,13 @@ def setup_critic(
         own |= {"name": critic.name, "adapter": None, "freeze_moe_router": False, "router_aux_loss_coef": 0.0}
     valued = config.model.model_copy(update=own)
     try:
-        model = setup_model(valued, mesh, products=products, is_scored=True)
+        built = build_model(valued, mesh, products=products, is_scored=True)
+        built.fill(is_restored=is_restored)
     except ModelError as error:
         raise ModelError(f"[trainer.critic]: {error}") from error
+    model = built.model
     is_new = config.model.debug.random_init or not is_classifier(model.config)
-    if is_new:
+    if is_new and not is_restored:
         start_at_zero(model)
     if mesh.process.is_main:
         head = "a new head" if is_new else "its own head"
@@ -613,7 +622,7 @@ def setup_critic(
     model.config.get_text_config().pad_token_id = padding_id(tokenizer)
     optimizer = setup_optimizer(critic.optim, model, config.model.optim_cpu_offload)
     scheduler = setup_scheduler(critic.scheduler, optimizer, config.max_steps)
-    return Critic(TrainedModel(model, optimizer, scheduler), critic, mesh)
+    return Critic(TrainedModel(model, optimizer, scheduler, check=built.check), critic, mesh)
 
 
 def setup_residence(

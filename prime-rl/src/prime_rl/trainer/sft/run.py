@@ -25,7 +25,7 @@ from prime_rl.trainer.checkpoints.manager import CheckpointManager, EvaluationQu
 from prime_rl.trainer.checkpoints.state import TrainedModel, TrainState, check_changes, restored_state
 from prime_rl.trainer.kernels.product_choice import choose_products
 from prime_rl.trainer.model.balance import Balance
-from prime_rl.trainer.model.build import compute_dtype, export_dtype, setup_frozen, setup_model
+from prime_rl.trainer.model.build import build_model, compute_dtype, export_dtype, setup_frozen
 from prime_rl.trainer.model.images import Images, setup_images
 from prime_rl.trainer.model.tokenizer import check_embeddings, check_tokenizer, embeddings_held, setup_tokenizer
 from prime_rl.trainer.optim.optimizer import setup_optimizer
@@ -175,9 +175,12 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
         if process.is_main:
             get_logger().info(f"Teacher: {teacher}, frozen, beside the trained model")
         objective.teacher = setup_frozen(config.model, mesh, products, name=teacher)
-    model = setup_model(
+    built = build_model(
         config.model, mesh, has_dropout=True, products=products, is_scored=is_scored, embeddings=embeddings
     )
+    model = built.model
+    # A reference that is not known yet is the model that the run started from.
+    built.fill(is_restored=resume_step is not None and (reference is None or reference.is_known))
     check_embeddings(config.model, model, tokenizer)
     if config.tokenizer.add_tokens and process.is_main:
         warn_of_frozen_embeddings(model)
@@ -191,7 +194,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     schedule_steps = scheduled_steps(config.max_steps, config.ckpt, resume_step)
     scheduler = setup_scheduler(config.scheduler, optimizer, schedule_steps)
     balance = Balance(model, config.model.router_bias_update_rate, process)
-    state = TrainState({"policy": TrainedModel(model, optimizer, scheduler, balance)}, tp=config.model.tp)
+    trained = TrainedModel(model, optimizer, scheduler, balance, built.check)
+    state = TrainState({"policy": trained}, tp=config.model.tp)
     if checkpoints is not None and resume_step is not None:
         positions = checkpoints.load(state, resume_step)
         facts = {**restored_state(state, paths, resume_step, process), "matrix_products": asdict(products)}
