@@ -468,7 +468,8 @@ def fill(
     *,
     only: Container[str] | None = None,
 ) -> tuple[int, int]:
-    """Read the weights of `model` from its files. Each rank reads its own shards. Returns how many it read, of how many.
+    """Read the weights of `model` from its files. Each rank reads its own shards. Returns the count of tensors that it
+    read, and of all.
 
     Parameters are read in `dtype` (None: as they are), then `change` may add to them, then they are stored in their
     own. Buffers are read in their own. `stored` has the weights that the model holds in another form, which are read in

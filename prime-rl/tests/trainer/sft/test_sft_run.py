@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from prime_rl.configs.sft import SFTConfig
@@ -105,13 +105,21 @@ def test_the_logged_rate_is_the_one_that_was_used(base: dict[str, Any], tmp_path
 
 
 def test_a_resumed_run_is_bit_identical(base: dict[str, Any], tmp_path: Path, capsys) -> None:
+    base["model"]["name"] = str(shutil.copytree(base["model"]["name"], tmp_path / "model"))
     run_sft(base, tmp_path / "straight")
     run_sft(base, tmp_path / "halves", ckpt={"interval": 3})
     RunPaths(tmp_path / "halves").metrics.unlink()
+    # The checkpoint holds all weights: the model's own are not read.
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(
+        {name: torch.full_like(each, torch.nan) for name, each in load_file(file).items()}, file, {"format": "pt"}
+    )
     assert run_sft(base, tmp_path / "halves", ckpt={"resume_step": 3}) == 0
     assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "straight")[3:]
     assert_same_weights(weights_of(tmp_path / "halves", 6), weights_of(tmp_path / "straight", 6))
-    assert "step 3, 768 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 3, 768 tokens" in out
+    assert f"Read 0 of {len(load_file(file))} tensors from {tmp_path / 'model'}: the checkpoint holds the others" in out
 
 
 def test_a_run_with_dropout_can_be_repeated(base: dict[str, Any], tmp_path: Path) -> None:

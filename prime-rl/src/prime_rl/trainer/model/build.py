@@ -322,7 +322,6 @@ class BuiltModel:
 
         With `is_restored`, only those that checkpoints do not hold; the others must be restored before `check`.
         """
-        own_beats().say("loading the model")
         self._read(frozen_names(self.model) if is_restored else None)
         if not is_restored:
             self.check()
@@ -373,7 +372,7 @@ def build_model(
     Raises:
         ModelError: there is no model at `config.name`, or it is not supported.
     """
-    own_beats().say("building the model")
+    own_beats().say("loading the model")
     process = mesh.process
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
