@@ -460,6 +460,10 @@ def build_model(
             draw_adapters(model)
             if config.lora.path is not None:
                 load_adapter(model, Path(config.lora.path), is_main=process.is_main)
+        if is_random:
+            # PyTorch starts with another seed in each process, so that no run could be repeated.
+            # Those that divide layers must drop alike what they compute alike.
+            torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
 
     if not is_scored:
         model.generation_config = _generation_config(model, config, process)
@@ -478,10 +482,6 @@ def build_model(
         if has_dropout:
             model.train()
 
-    if is_random:
-        # PyTorch starts with another seed in each process, so that no run could be repeated.
-        # Those that divide layers must drop alike what they compute alike.
-        torch.manual_seed(_DROPOUT_SEED + process.rank // config.tp)
     return BuiltModel(model, read, check)
 
 
