@@ -13,12 +13,12 @@ from .conftest import vllm_python
 pytestmark = pytest.mark.vllm
 
 SCRIPT = """
-import dataclasses, inspect, json
+import contextlib, dataclasses, inspect, io, json
 import vllm.engine.arg_utils
 from argparse import Namespace
 from prime_rl.checks.engines import vllm_arguments_in
 from prime_rl.configs.inference import _NOT_THE_USERS, InferenceConfig, keys_by_vllm_name
-from prime_rl.inference.vllm.serve import WORKER_EXTENSION, vllm_arguments
+from prime_rl.inference.vllm.serve import WORKER_EXTENSION, _refuse_settings, vllm_arguments
 from prime_rl.inference.vllm.worker import CheckpointLoading
 from prime_rl.utils.pydantic_config import load_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -42,6 +42,12 @@ def engine(settings):
     return {name: getattr(made, name) for name in ("tensor_parallel_size", "data_parallel_size", "enable_sleep_mode",
             "worker_extension_cls", "enable_prefix_caching", "gpu_memory_utilization", *settings.get("vllm", {}))}
 
+def lines(**options):
+    config = load_config(InferenceConfig, [], {"model": {"name": MODEL, "max_model_len": 64}, "vllm": options})
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        _refuse_settings(vllm_arguments(config, [], parser))
+    return [line for line in told.getvalue().splitlines() if line.startswith("error:")]
+
 own = {name for name in vars(CheckpointLoading) if not name.startswith("__")}
 known = {action.dest for action in parser._actions}
 refused = ""
@@ -64,6 +70,8 @@ print(json.dumps({
     "not_theirs": sorted({*keys_by_vllm_name(), *_NOT_THE_USERS} - known),
     "platform": current_platform.device_type,
     "refused": refused,
+    "settings": [lines(max_num_batched_tokens=16, max_num_seqs=8, enable_chunked_prefill=False),
+                 lines(speculative_config={"method": "ngram", "num_speculative_tokens": -3}), lines(max_num_seqs=8)],
     "native": sorted(WeightTransferEngineFactory._registry),
 }))
 """
@@ -130,6 +138,13 @@ def test_parallel_sizes_prefixes_and_sleep_mode_arrive(vllm) -> None:
 
 def test_options_of_the_config_arrive_under_vllms_names(vllm) -> None:
     assert {name: vllm["with_options"][name] for name in OPTIONS} == OPTIONS | {"max_num_batched_tokens": 16_000}
+
+
+def test_what_the_engine_refuses_of_them_is_one_line(vllm) -> None:
+    (too_small,), negative, accepted = vllm["settings"]
+    assert too_small.startswith("error: vLLM: max_num_batched_tokens (16) is smaller than max_model_len (64)")
+    assert negative == ["error: vLLM: num_speculative_tokens: Input should be greater than 0"]
+    assert accepted == []
 
 
 def test_the_start_check_reads_exactly_vllms_engine_arguments_from_its_source(vllm) -> None:

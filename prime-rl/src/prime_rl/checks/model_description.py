@@ -405,14 +405,13 @@ class ModelDescription:
                     f"{key} is not for the experts of {self.class_name}: remove {STACKED_EXPERTS!r} from "
                     "lora.target_modules"
                 )
-        places = [
-            # A stack of experts has the projections of each.
-            place if len(shape) == 2 else f"{place}.0.{projection}"
-            for name, shape in (tensors or {}).items()
-            if len(shape) == 2 or (len(shape) == 3 and 1 not in shape)
-            for place in (name.rpartition(".")[0],)
-            for projection in (("",) if len(shape) == 2 else ("gate_proj", "up_proj", "down_proj"))
-        ]
+        places: list[str] = []
+        for tensor, shape in (tensors or {}).items():
+            place = tensor.rpartition(".")[0]
+            if len(shape) == 2:
+                places.append(place)
+            elif len(shape) == 3 and 1 not in shape:  # a stack has the layers of each expert
+                places += [f"{place}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
         of_blocks = [place for place in places if any(map(str.isdigit, place.split(".")))]
         if len(of_blocks) < 2 or family in _RENAMED_LAYERS:  # no decoder block that is known
             return None

@@ -261,7 +261,7 @@ class ModelShape:
     tensors: Tensors
     """As named on the hub, without a tied head. The experts of a layer are stacked: [experts, out, in]."""
     tower: Tensors = field(default_factory=dict)
-    """What a checkpoint holds beside its language model, as that has it."""
+    """The tensors outside the language model, by their names in the checkpoint."""
     packed: QuantizationConfig | None = None
     """How the files hold weights, if they do so in 4 bits."""
     whole: Mapping[str, Any] = field(default_factory=dict)

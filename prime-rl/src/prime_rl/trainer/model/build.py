@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
@@ -285,6 +285,7 @@ def load_model_class(model_config: PretrainedConfig, name: str) -> None:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM_INIT_SEED = 0
 _DROPOUT_SEED = 0
+_Options = ParamSpec("_Options")
 
 
 def setup_frozen(
@@ -317,27 +318,21 @@ class BuiltModel:
         self._read = read
         self._check: Callable[[], None] | None = check
 
-    def fill(self, *, is_restored: bool = False) -> None:
-        """Read the weights, and check the model with them. Collective.
+    def fill(self, *, is_restored: bool = False) -> PreTrainedModel:
+        """Read the weights, check the model with them, and return it. Collective.
 
         With `is_restored`, only those that checkpoints do not hold; the others must be restored before `check`.
         """
         self._read(frozen_names(self.model) if is_restored else None)
         if not is_restored:
             self.check()
+        return self.model
 
     def check(self) -> None:
         """Check the model with the weights that it has, unless that is done. Collective."""
         if self._check is not None:
             self._check()
             self._check = None
-
-
-def setup_model(config: ModelConfig, mesh: Mesh, **options: Any) -> PreTrainedModel:
-    """Build the model, with the `options` of `build_model`, and fill it. Collective."""
-    built = build_model(config, mesh, **options)
-    built.fill()
-    return built.model
 
 
 def build_model(
@@ -483,6 +478,14 @@ def build_model(
             model.train()
 
     return BuiltModel(model, read, check)
+
+
+def _filled(build: Callable[_Options, BuiltModel]) -> Callable[_Options, PreTrainedModel]:
+    return lambda *values, **options: build(*values, **options).fill()
+
+
+setup_model = _filled(build_model)
+"""Build the model and fill it: for models that are restored from no checkpoint. Collective."""
 
 
 def export_dtype(config: ModelConfig, weights: WeightCheckpointConfig | None, device: torch.device) -> torch.dtype:

@@ -513,8 +513,7 @@ def setup_components(
     images = setup_images(config.model, tokenizer)
     products = choose_products(paths, process, is_resumed=resume_step is not None)
     built = build_model(config.model, mesh, products=products)
-    built.fill(is_restored=resume_step is not None)
-    model = built.model
+    model = built.fill(is_restored=resume_step is not None)
     if demonstrations is not None:
         check_embeddings(config.model, model, tokenizer)
     if config.enable_router_replay:
@@ -608,10 +607,9 @@ def setup_critic(
     valued = config.model.model_copy(update=own)
     try:
         built = build_model(valued, mesh, products=products, is_scored=True)
-        built.fill(is_restored=is_restored)
+        model = built.fill(is_restored=is_restored)
     except ModelError as error:
         raise ModelError(f"[trainer.critic]: {error}") from error
-    model = built.model
     is_new = config.model.debug.random_init or not is_classifier(model.config)
     if is_new and not is_restored:
         start_at_zero(model)

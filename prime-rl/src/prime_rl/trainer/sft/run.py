@@ -178,9 +178,8 @@ def setup_components(config: SFTConfig, paths: RunPaths, mesh: Mesh) -> Componen
     built = build_model(
         config.model, mesh, has_dropout=True, products=products, is_scored=is_scored, embeddings=embeddings
     )
-    model = built.model
     # A reference that is not known yet is the model that the run started from.
-    built.fill(is_restored=resume_step is not None and (reference is None or reference.is_known))
+    model = built.fill(is_restored=resume_step is not None and (reference is None or reference.is_known))
     check_embeddings(config.model, model, tokenizer)
     if config.tokenizer.add_tokens and process.is_main:
         warn_of_frozen_embeddings(model)
