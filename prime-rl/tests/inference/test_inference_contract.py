@@ -371,7 +371,7 @@ def test_a_client_disconnect_cancels_its_request(server, wait_for_load) -> None:
     head += "\r\ncontent-type: application/json"
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_for_load(lambda load: load > 0)
+        wait_for_load(lambda load: load == 3)
     wait_for_load(lambda load: load == 0)
     server.post("/resume", {})
     assert server.client.get("/load").json()["server_load"] == 0

@@ -291,6 +291,10 @@ class PrimeRoutes:
             "/v1/chat/completions/tokens": self.chat_from_tokens,
         }.items():
             app.add_api_route(path, handler, methods=["POST"])
+        # vLLM's own route would answer first. It counts requests, not samples, and counts one twice as ended if its
+        # client leaves in the moment in which the answer is ready: from then on it is wrong.
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/load"]
+        app.add_api_route("/load", self.load, methods=["GET"])
         app.add_api_route("/is_paused", self.is_paused, methods=["GET"])
         app.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"])
 
@@ -365,6 +369,9 @@ class PrimeRoutes:
         """Its cache is gone: it cannot generate, and the weights that wake it up also resume it."""
         if self._is_asleep:
             raise RequestError(ASLEEP)
+
+    async def load(self) -> JSONResponse:
+        return JSONResponse({"server_load": self._engine.get_num_unfinished_requests()})
 
     async def is_paused(self) -> JSONResponse:
         return JSONResponse({"is_paused": await self._engine.is_paused()})

@@ -45,7 +45,6 @@ def vllm_arguments(
         values["chat_template"] = read_template("model.chat_template", config.model.chat_template)
     values |= {
         "worker_extension_cls": WORKER_EXTENSION,
-        "enable_server_load_tracking": True,
         "disable_uvicorn_access_log": True,
         "max_logprobs": MAX_TOP_LOGPROBS,
         # By default, vLLM fetches whatever address a request names. An empty list means the same. `[vllm]` overrides.
