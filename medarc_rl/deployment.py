@@ -9,7 +9,7 @@ from typing import Any
 from medarc_rl.backends.options import NODE_GPUS, RlGpus, RlShape
 from medarc_rl.errors import UsageError
 from medarc_rl.utils import GivenConfig, OwnedKeys
-from prime_rl.configs.areal import GPUS_PER_NODE, AllocationError, with_derived_keys
+from prime_rl.configs.areal import GPUS_PER_NODE, Allocation, AllocationError, with_derived_keys
 from prime_rl.configs.areal import parse as parse_allocation
 from prime_rl.configs.eval import OfflineEvalConfig
 from prime_rl.configs.rl import RLConfig
@@ -33,6 +33,8 @@ class GpuSplit:
     train: int
     infer: int
     shares_gpus: bool
+    allocation_mode: str | None = None
+    """What a config that shares GPUs says of the trainer and of one server. None leaves the config's."""
 
     def __post_init__(self) -> None:
         """Raises UsageError if a node does not have enough GPUs."""
@@ -61,13 +63,16 @@ class GpuSplit:
     @property
     def owned(self) -> OwnedKeys:
         """The keys of `RLConfig` that it sets."""
-        return {
+        keys: dict[str, Any] = {
             "deployment.type": "single_node",
             "deployment.num_train_gpus": self.train,
             "deployment.num_infer_gpus": self.infer,
             "inference_gpu_ids": None,
             "trainer_gpu_ids": None,
         }
+        if self.train + self.infer > NODE_GPUS:  # the server's are counted twice
+            keys["deployment.gpus_per_node"] = self.train + self.infer
+        return keys if self.allocation_mode is None else {**keys, "allocation_mode": self.allocation_mode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,38 +176,40 @@ def rl_split(given: GivenConfig[RLConfig], options: RlGpus) -> GpuSplit:
     Raises:
         UsageError: one node does not have the GPUs, or would have to share several between trainer and server.
     """
-    trainer, servers = _allocated(given)
+    trainer, servers, together = _allocated(given)
     shared, train, infer = _shared(options), options.train_gpus, options.infer_gpus
     name = "allocation_mode" if shared is None else shared.option
-    if shared is None and trainer is not None and servers is not None and trainer[1] == servers[1]:
-        if (trainer[0], servers[0]) != (1, 1):
-            raise UsageError(
-                f"allocation_mode shares {trainer[0]} GPUs between trainer and servers: this command can share one; "
-                f"write --colocate {trainer[0]} instead, use `rl @ CONFIG`, or give each its own, as in "
-                "vllm:d4+fsdp:d4"
-            )
-        shared = GpuSplit(1, 1, shares_gpus=True)
     if trainer is not None or servers is not None:
-        _check_allocated(given, trainer, servers, (train, infer))
+        _check_allocated(given, trainer, servers, is_split=together or bool(shared or train or infer))
+    allocated = (trainer.sizes.gpus if trainer else None, servers.sizes.gpus if servers else None)
+    if shared is None and together and trainer is not None and servers is not None:
+        if servers.sizes.tensor > 1:
+            raise UsageError(
+                f"allocation_mode: {servers.text}: each shared GPU has a server of its own with the whole model: write "
+                f"{servers.text.partition(':')[0]}:d{servers.sizes.gpus}, or use `rl @ CONFIG`"
+            )
+        shared = GpuSplit(trainer.sizes.gpus, 1, True, f"{servers.backend}:d1+{trainer.text}")
+        allocated = (shared.train, shared.infer)
     default = shared or GpuSplit(1, 1, shares_gpus=False)
-    counts = (
-        train or (trainer[0] if trainer else default.train),
-        infer or (servers[0] if servers else default.infer),
-    )
+    counts = (train or allocated[0] or default.train, infer or allocated[1] or default.infer)
     if shared is not None and counts != (shared.train, shared.infer):
         several = _typed(("--train-gpus", train), ("--infer-gpus", infer)) or "allocation_mode"
         gpus = "one GPU" if shared.train == 1 else f"{shared.train} GPUs"
         raise UsageError(f"{name} takes {gpus} for trainer and server: leave it out, or {several}")
-    return GpuSplit(*counts, shares_gpus=shared is not None)
+    return shared or GpuSplit(*counts, shares_gpus=False)
 
 
 def _check_allocated(
     given: GivenConfig[RLConfig],
-    trainer: tuple[int, int] | None,
-    servers: tuple[int, int] | None,
-    options: tuple[int | None, int | None],
+    trainer: Allocation | None,
+    servers: Allocation | None,
+    *,
+    is_split: bool,
 ) -> None:
-    """Raises UsageError, in the words of the `allocation_mode`, for what it asks of this command."""
+    """Raises UsageError, in the words of the `allocation_mode`, for what it asks of this command.
+
+    `is_split`: something else says which GPUs train and which serve.
+    """
     mode = str(given.table()["allocation_mode"])
     try:
         # Kinds and letters that are not supported come before numbers of GPUs.
@@ -215,27 +222,25 @@ def _check_allocated(
         raise UsageError(
             f"allocation_mode = {mode!r} names no server, and this command starts one: add it, as in vllm:d1+fsdp:d1"
         )
-    if options != (None, None) or trainer is None or trainer[1] == servers[1]:
+    if is_split or trainer is None:
         return
-    total = trainer[0] + servers[0]
-    if trainer[0] > MOST_TRAIN_GPUS or total > NODE_GPUS:
+    train, infer = trainer.sizes.gpus, servers.sizes.gpus
+    if train > MOST_TRAIN_GPUS or train + infer > NODE_GPUS:
         raise UsageError(
-            f"allocation_mode = {mode!r} takes {trainer[0]} GPUs for the trainer and {servers[0]} for the server: this "
+            f"allocation_mode = {mode!r} takes {train} GPUs for the trainer and {infer} for the server: this "
             f"command uses one node, with at most {MOST_TRAIN_GPUS} for the trainer and {NODE_GPUS} for both; for "
             "several nodes use `medarc_slurm rl`"
         )
 
 
-def _allocated(given: GivenConfig[RLConfig]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """GPUs and component of trainer and of servers in the `allocation_mode`. None without them, or with a fault."""
+def _allocated(given: GivenConfig[RLConfig]) -> tuple[Allocation | None, Allocation | None, bool]:
+    """Trainer and servers of the `allocation_mode`, and whether they share GPUs. None without them, or with a fault."""
     try:
         mode = parse_allocation(str(given.table().get("allocation_mode") or ""))
     except (AllocationError, ConfigError):
-        return None, None  # loading the config reports it
-    places = {
-        each.role: (each.sizes.gpus, number) for number, component in enumerate(mode.components) for each in component
-    }
-    return places.get("training"), places.get("inference")
+        return None, None, False  # loading the config reports it
+    found = {each.role: each for each in mode.allocations}
+    return found.get("training"), found.get("inference"), len(mode.components) == 1
 
 
 def check_rl(config: RLConfig, split: GpuSplit | None = None) -> None:

@@ -207,8 +207,9 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
     for layer in layers:
         for key, value in owned.items():
             path = tuple(key.split("."))
-            # An output directory in a file is only a default.
-            if not layer.holds(path) or (key == "output_dir" and layer is not arguments):
+            # An output directory in a file is only a default, and GpuSplit's `allocation_mode` means what was given.
+            is_same = key == "allocation_mode" or (key == "output_dir" and layer is not arguments)
+            if not layer.holds(path) or is_same:
                 continue
             lost = value_at(layer.data, path)
             if key == "output_dir" and is_on_s3(lost):

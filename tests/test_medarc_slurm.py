@@ -207,7 +207,10 @@ def test_a_whole_node_is_taken_whole(rl_toml: Path, tmp_path: Path) -> None:
     assert not any("cpus-per-gpu" in line for line in header(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("words", "gpus"), [(("--single-gpu",), 1), (("--colocate", 4), 4)])
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [(("--single-gpu",), 1), (("--colocate", 8), 8), (("--allocation-mode", "vllm[r]:d8|fsdp[a]:d4t2"), 8)],
+)
 def test_the_same_gpus_for_both(words: tuple[object, ...], gpus: int, rl_toml: Path, tmp_path: Path) -> None:
     result = dry_run("rl", rl_toml, "--output-dir", tmp_path / "out", *words)
     assert f"--gres=gpu:{gpus}" in header(tmp_path / "out")
@@ -215,8 +218,9 @@ def test_the_same_gpus_for_both(words: tuple[object, ...], gpus: int, rl_toml: P
     assert (deployment["num_train_gpus"], deployment["num_infer_gpus"]) == (gpus, 1)
     assert "export MEDARC_SINGLE_GPU=1" in (tmp_path / "out" / "rl.sh").read_text()
     assert "0.7 to 0.8" in result.stderr
-    roomy = dry_run("rl", rl_toml, "--output-dir", tmp_path / "b", *words, "--inference.gpu-memory-utilization=0.7")
-    assert roomy.stderr == ""
+    written = tmp_path / "out" / "configs" / "rl.toml"  # what a pod starts
+    again = ("--output-dir", tmp_path / "b", "--colocate", gpus, "--inference.gpu-memory-utilization=0.7")
+    assert "0.7 to 0.8" not in dry_run("rl", written, *again).stderr
 
 
 def test_the_account_comes_from_the_environment(rl_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +255,7 @@ RL_FAULTS = [
     ("{rl} --colocate 2 --weight-broadcast.type nccl --max-async-level 1", "'nccl' needs two GPUs, one on each side"),
     ("{rl} --single-gpu --train-gpus 2 --infer-gpus 3", "leave it out, or --train-gpus 2 --infer-gpus 3"),
     ("{rl} --single-gpu --allocation-mode vllm:d2+fsdp:d2", "leave it out, or allocation_mode"),
+    ("{rl} --allocation-mode vllm[r]:d1t2|fsdp[a]:d2", "vllm[r]:d1t2: each shared GPU has a server of its own with"),
     ("{rl} --single-gpu --train-gpus 2 --train-nodes 2", "--single-gpu, --train-nodes 2: trainer and inference share"),
     ("{rl} --single-gpu --deployment.type multi_node", "--single-gpu, deployment.type = 'multi_node': trainer and"),
     ("{rl} --requeue --ckpt --sbatch-arg=--no-requeue", "--requeue, --sbatch-arg '--no-requeue': leave out one"),
