@@ -89,7 +89,7 @@ def test_an_unknown_key_names_the_nearest_one(toml, faults, config_cls: type, te
         (
             TrainerConfig,
             "[optim]\ntype = 'muonn'",
-            "optim: its `type` should be 'sgd', 'adamw', 'adamw8bit', 'adafactor' or 'muon' (got 'muonn')",
+            "optim: its `type` should be 'sgd', 'adamw', 'adamw8bit', 'adamw4bit', 'adafactor' or 'muon' (got 'muonn')",
         ),
         (
             TrainerConfig,

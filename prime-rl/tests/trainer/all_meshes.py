@@ -30,7 +30,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from prime_rl.configs.dpo import PreferenceLossConfig
-from prime_rl.configs.trainer import AdamW8bitConfig, AdamWConfig, LoRAConfig, ModelConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.trainer import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from prime_rl.trainer.checkpoints.sharded import read_sharded, save_sharded
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
@@ -49,8 +57,9 @@ LINEAR = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
 MODELS = {
     "dense": ("qwen3", HEADS),
     "experts": ("qwen3_moe", HEADS | {"num_local_experts": 8}),
-    # Rows of 256 values, whose moments have 8 bits.
+    # Rows of 256 values, whose moments have 8 or 4 bits.
     "experts in 8 bits": ("qwen3_moe", HEADS | {"num_local_experts": 8, "hidden_size": 256}),
+    "dense in 4 bits": ("qwen3", HEADS | {"hidden_size": 256}),
     "hybrid": ("qwen3_5_text", HEADS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]}),
 }
 ADAPTER = LoRAConfig(rank=4, alpha=8, target_modules=["all-linear", "experts"])
@@ -66,7 +75,7 @@ Found = dict[str, Tensor]
 def meshes(processes: int, model: str) -> Iterator[str]:
     """All that differ. An axis that is not named has one process, and `dp_shard` the rest."""
     sizes = [2**power for power in range(processes.bit_length())]
-    is_mixture, is_small = model.startswith("experts"), model.endswith("8 bits")
+    is_mixture, is_small = model.startswith("experts"), model.endswith("bits")
     for copies, cp, tp in itertools.product(sizes, repeat=3):
         if processes % (copies * cp * tp) or (is_small and tp > 1):  # refused: `optim_faults`
             continue
@@ -83,6 +92,8 @@ def config_of(directory: Path, model: str, settings: str, mesh: str) -> ModelCon
 
 
 def optimizer_of(config: ModelConfig) -> OptimizerConfig:
+    if config.name.endswith("4 bits"):
+        return AdamW4bitConfig(lr=1e-3)
     return AdamW8bitConfig(lr=1e-3) if config.name.endswith("8 bits") else AdamWConfig(lr=1e-3)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from prime_rl.configs.distillation import SFTDistillationConfig
 from prime_rl.configs.model import DebugModelConfig
-from prime_rl.configs.trainer import AdamWConfig, DefaultLossConfig, ModelConfig, MuonConfig, OptimizerConfig, SGDConfig
+from prime_rl.configs.trainer import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    DefaultLossConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from prime_rl.trainer.checkpoints.sharded import read_sharded, save_sharded
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.checkpoints.weights import gather_weights
@@ -37,7 +48,7 @@ from prime_rl.trainer.rl.step import ForwardBackward, StepSize
 from prime_rl.trainer.sft.data.conversation import TokenizedSample
 from prime_rl.trainer.sft.data.packer import PackedRow, lay_out
 from prime_rl.trainer.sft.step import CrossEntropy, Distilled, Objective, forward_backward, sizes_of
-from prime_rl.transport.loading import full_tensor
+from prime_rl.transport.loading import full_tensor, put_own
 from prime_rl.transport.messages import TrainingBatch, TrainingSample
 
 ROW_TOKENS = 60
@@ -92,6 +103,9 @@ def main(model_dir: str, results: Path) -> None:
         ("muon of divided layers", MuonConfig(lr=1e-2), {"tp": process.world_size}),
     ):
         found[name] = trained_weights(ModelConfig(name=model_dir, attn="sdpa", **settings), optim, process)
+    found["adamw4bit"] = updated_matrix(AdamW4bitConfig(lr=1e-2), process)
+    if find_spec("bitsandbytes") is not None:
+        found["adamw8bit"] = updated_matrix(AdamW8bitConfig(lr=1e-2), process)
     if process.is_main:
         torch.save(found, results)
     destroy_world()
@@ -177,6 +191,20 @@ def trained_weights(config: ModelConfig, optim: OptimizerConfig, process: Proces
     model = setup_model(config, mesh)
     train(model, setup_optimizer(optim, model), mesh)
     return gather_weights(model, torch.float32)
+
+
+def updated_matrix(optim: OptimizerConfig, process: Process) -> dict[str, Tensor]:
+    """A matrix whose rows are whole blocks, after three updates by the same gradients for any number of processes."""
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 31, bias=False)  # of two processes, one has a row more
+    if process.world_size > 1:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (process.world_size,)))
+    optimizer = setup_optimizer(optim, layer)
+    for _ in range(3):
+        layer.weight.grad = torch.empty_like(layer.weight)
+        put_own(layer.weight.grad, torch.randn(layer.weight.shape))
+        optimizer.step()
+    return {"weight": full_tensor(layer.weight.detach())}
 
 
 def train(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:

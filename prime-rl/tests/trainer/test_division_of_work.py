@@ -69,11 +69,16 @@ def test_loss_and_gradient_are_those_of_one_process_with_eight_rows(
         ("sgd of divided layers", "sgd", 1e-6),
         # Products of parts add up in another order, so that more elements round to a neighbor.
         ("muon of divided layers", "muon", 4e-3),
+        # Blocks lie within rows, so shards have the same ones.
+        ("adamw8bit", "adamw8bit", 0),
+        ("adamw4bit", "adamw4bit", 0),
     ],
 )
 def test_two_processes_end_with_the_weights_of_one(
     results: dict[int, dict[str, Any]], setting: str, plain: str, tolerance: float
 ) -> None:
+    if setting == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     weights, expected = results[2][setting], results[1][plain]
     assert weights.keys() == expected.keys()
     for name in weights:

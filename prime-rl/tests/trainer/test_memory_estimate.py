@@ -82,6 +82,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, in 8 bits", BLOCKS, seq_len=128, settings=NF4 | {"quantization": "int8"}),
         Case("as on a GPU, rounded", WIDE, settings=ROUNDED, is_rounded=True),
         Case("as on a GPU, rounded, 8 bits", WIDE, settings=ROUNDED, optimizer="adamw8bit", is_rounded=True),
+        Case("as on a GPU, 4 bits", BLOCKS, seq_len=128, settings=FLOAT32, optimizer="adamw4bit"),
         Case("on a CPU, adafactor", WIDE, as_on_gpu=False, settings=FLOAT32, optimizer="adafactor"),
         Case("as on a GPU, pissa", BLOCKS, seq_len=128, settings=FLOAT32 | {"lora": {"rank": 64, "init": "pissa"}}),
         Case("as on a GPU, chunks", BLOCKS, seq_len=1024, settings=FLOAT32 | CHUNKS),

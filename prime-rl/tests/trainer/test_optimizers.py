@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from prime_rl.checks.memory.training import quantized_bytes
+from prime_rl.configs.optim import LOW_BITS
 from prime_rl.configs.trainer import (
     AdafactorConfig,
+    AdamW4bitConfig,
     AdamW8bitConfig,
     AdamWConfig,
     ConstantSchedulerConfig,
@@ -32,6 +35,7 @@ from prime_rl.configs.trainer import (
 from prime_rl.trainer.checkpoints.state import TrainedModel
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.optim.optimizer import (
+    AdamW4bit,
     _rounded,
     clip_gradients,
     global_norm,
@@ -52,7 +56,10 @@ OPTIMIZERS = [
     pytest.param(MuonConfig(lr=1e-2, weight_decay=0.1), id="muon"),
     pytest.param(AdafactorConfig(lr=1e-2, weight_decay=0.1), id="adafactor"),
 ]
-EIGHT_BIT = pytest.param(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), id="adamw8bit")
+LOW_BIT = [
+    pytest.param(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), id="adamw8bit"),
+    pytest.param(AdamW4bitConfig(lr=1e-2, weight_decay=0.1), id="adamw4bit"),
+]
 
 
 class Net(nn.Module):
@@ -101,20 +108,33 @@ def test_adamw_follows_its_formula() -> None:
     torch.testing.assert_close(updated(config)["wide.weight"].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_8_bit_adamw_is_that_of_bitsandbytes() -> None:
-    """Bit by bit, where rows are whole blocks of 256; otherwise as if they were filled up with zeros."""
-    bnb = pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+@pytest.mark.parametrize("config", LOW_BIT)
+def test_adamw_of_few_bits_is_that_of_its_package(
+    config: AdamW8bitConfig | AdamW4bitConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, where rows are whole blocks; otherwise as if they were filled up with zeros."""
+    low = LOW_BITS[config.type]
+    if config.type == "adamw4bit":
+        # In no extra: Transformers would load it in every process, which takes seconds.
+        theirs_of = pytest.importorskip("torchao.optim", reason="needs torchao: `uv pip install torchao==0.18.0`")
+        kinds = (theirs_of.AdamW4bit, partial(theirs_of.AdamW4bit, block_size=torch.inf))
+        # Compiled, it takes minutes.
+        monkeypatch.setattr("torch.compile", lambda update, **_: update)
+        monkeypatch.setattr(AdamW4bit, "piece_values", 2048)  # several pieces
+    else:
+        theirs_of = pytest.importorskip("bitsandbytes.optim", reason="needs the extra quantization")
+        kinds = (theirs_of.AdamW8bit, theirs_of.AdamW32bit)
     torch.manual_seed(0)
     shapes = [(20, 512), (3, 8, 256), (4096,), (512, 4), (3, 100), (20, 300)]
     net = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
-    filled = [nn.functional.pad(parameter, (0, 212 if parameter.shape[-1] == 300 else 0)) for parameter in net]
+    columns = [low.columns(shape) or shape[-1] for shape in shapes]
+    filled = [nn.functional.pad(own, (0, last - own.shape[-1])) for own, last in zip(net, columns, strict=True)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in filled]
-    optimizer = setup_optimizer(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), net)
-    # bitsandbytes quantizes vectors and narrow matrices too.
-    small = [parameter for parameter in theirs if parameter.ndim == 1 or parameter.shape[-1] < 256]
-    large = [parameter for parameter in theirs if parameter.ndim > 1 and parameter.shape[-1] >= 256]
-    options = {"lr": 1e-2, "weight_decay": 0.1}
-    references = (bnb.optim.AdamW8bit(large, **options), bnb.optim.AdamW32bit(small, **options))
+    optimizer = setup_optimizer(config, net)
+    # The packages quantize vectors and narrow matrices too.
+    small = [parameter for parameter in theirs if parameter.ndim == 1 or parameter.shape[-1] < low.block]
+    large = [parameter for parameter in theirs if parameter.ndim > 1 and parameter.shape[-1] >= low.block]
+    references = [kind(of, lr=1e-2, weight_decay=0.1) for kind, of in zip(kinds, (large, small), strict=True)]
     for _ in range(5):
         for own, other in zip(net, theirs, strict=True):
             own.grad = torch.randn_like(own)
@@ -124,9 +144,43 @@ def test_8_bit_adamw_is_that_of_bitsandbytes() -> None:
     for own, other in zip(net, theirs, strict=True):
         assert torch.equal(own, other[..., : own.shape[-1]])
     held = [sum(each.nbytes for each in states_of(optimizer, parameter)) for parameter in net]
-    assert held == [quantized_bytes(parameter.shape) for parameter in net], "what --estimate says"
-    assert held[0] == net[0].numel() * (2 + 2 * 4 / 256)
+    assert held == [quantized_bytes(config.type, parameter.shape) for parameter in net], "what --estimate says"
+    assert held[0] == net[0].numel() * low.state_bytes
     assert held[3] == net[3].numel() * 8
+
+
+def test_4_bit_adamw_follows_its_formula() -> None:
+    """Moments are the nearest of 16 levels, times the largest of their block, in the next update."""
+    positive = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
+    signed = torch.tensor([-each for each in positive] + [0, *positive, 1], dtype=torch.float64)
+    unsigned = torch.arange(1, 17, dtype=torch.float64) / 16
+
+    def stored(moment: Tensor, levels: Tensor) -> Tensor:
+        blocks = moment.view(-1, 128)
+        largest = blocks.abs().amax(1, keepdim=True)
+        return (levels[(blocks / largest).unsqueeze(-1).sub(levels).abs().argmin(-1)] * largest).view_as(moment)
+
+    torch.manual_seed(0)
+    net = nn.ParameterList([torch.randn(64, 256)])
+    optimizer = setup_optimizer(AdamW4bitConfig(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.1), net)
+    expected = net[0].detach().double()
+    mean, square = torch.zeros_like(expected), torch.full_like(expected, 1e-12 / 16)
+    for update in range(1, 5):
+        net[0].grad = torch.randn_like(net[0])
+        optimizer.step()
+        gradient = net[0].grad.double()
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        step = (mean / (1 - 0.8**update)) / ((square / (1 - 0.9**update)).sqrt() + 1e-8)
+        expected = expected * (1 - 1e-2 * 0.1) - 1e-2 * step
+        mean, square = stored(mean, signed), stored(square, unsigned)
+    # A value between two levels may go to the other one in float32.
+    assert ((net[0].detach() - expected).abs() > 1e-6).float().mean() < 1e-3
+
+
+def needs_package_of(config: OptimizerConfig) -> None:
+    if config.type == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -180,6 +234,7 @@ def test_noise_leaves_what_is_no_number() -> None:
 ROUNDED = [
     pytest.param(AdamWConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adamw"),
     pytest.param(AdamW8bitConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adamw8bit"),
+    pytest.param(AdamW4bitConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adamw4bit"),
     pytest.param(AdafactorConfig(lr=1e-4, weight_decay=0.0, stochastic_rounding=True), id="adafactor"),
 ]
 
@@ -187,8 +242,7 @@ ROUNDED = [
 @pytest.mark.parametrize("config", ROUNDED)
 def test_the_mean_of_rounded_updates_is_the_update(config: OptimizerConfig) -> None:
     """Of 100 updates, each is a fortieth of what the nearest number in bfloat16 is away."""
-    if config.type == "adamw8bit":
-        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    needs_package_of(config)
 
     def moved(config: OptimizerConfig, dtype: torch.dtype) -> Tensor:
         net = nn.ParameterList([torch.ones(64, 512, dtype=dtype)])
@@ -211,8 +265,7 @@ def test_the_mean_of_rounded_updates_is_the_update(config: OptimizerConfig) -> N
 @pytest.mark.parametrize("config", ROUNDED)
 def test_rounding_continues_bit_by_bit(config: OptimizerConfig) -> None:
     """From saved states in their own dtypes, also if they are on the host."""
-    if config.type == "adamw8bit":
-        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    needs_package_of(config)
     straight, halves = Net().bfloat16(), Net().bfloat16()
     one, other = setup_optimizer(config, straight), setup_optimizer(config, halves)
     for seed in range(4):
@@ -315,7 +368,7 @@ def test_states_on_the_host_give_bit_identical_results(config: OptimizerConfig, 
     assert all(torch.equal(parameter, expected[name]) for name, parameter in net.named_parameters())
 
 
-@pytest.mark.parametrize("config", [*OPTIMIZERS, EIGHT_BIT])
+@pytest.mark.parametrize("config", [*OPTIMIZERS, *LOW_BIT])
 def test_a_checkpoint_before_the_first_update_changes_no_update(config: OptimizerConfig) -> None:
     """PPO's critic is trained, and checkpoints are saved, before the policy's first update."""
 
@@ -327,8 +380,7 @@ def test_a_checkpoint_before_the_first_update_changes_no_update(config: Optimize
             cast("PreTrainedModel", net), optimizer, setup_scheduler(ConstantSchedulerConfig(), optimizer, 4)
         )
 
-    if config.type == "adamw8bit":
-        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
+    needs_package_of(config)
     plain, saved, resumed = start(), start(), start()
     resumed.restore(copy.deepcopy(saved.tensors()), None)
     for each in (plain, saved, resumed):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.start_dir import gpus_here
-from prime_rl.configs.optim import QUANTIZED_BLOCK, is_rounded
+from prime_rl.configs.optim import LOW_BITS, is_rounded
 from prime_rl.configs.trainer import CheckpointConfig, OptimizerConfig, TrainerConfig
 from prime_rl.run.checkpoints import DEFAULT_KEPT
 from prime_rl.utils.files import size_text
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _BYTES = {"float32": 4, "bfloat16": 2}
 _STATES = {"adamw": 2, "adafactor": 0, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
-_BYTES_IN_8_BITS = 2 * (1 + 4 / QUANTIZED_BLOCK)
-"""Bytes for each parameter: two moments of one byte, and a scale for each block of them."""
 _HEADER_LIMIT = 2**28
 _ADVICE = "set ckpt.keep_last, a larger ckpt.interval or another output_dir"
 
@@ -155,8 +153,8 @@ def _parts(config: SFTConfig | TrainerConfig, size: ModelSize) -> Iterator[Writt
 
 def _state_bytes(optim: OptimizerConfig, size: int) -> float:
     """Bytes of an optimizer's states for each parameter of `size` bytes, at most."""
-    if optim.type == "adamw8bit":
-        return _BYTES_IN_8_BITS
+    if (low := LOW_BITS.get(optim.type)) is not None:
+        return low.state_bytes
     return _STATES[optim.type] * (_BYTES["float32"] if is_rounded(optim) else size)
 
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -149,17 +149,21 @@ class RoundingOptimizerConfig(BaseOptimizerConfig):
     that the mean is the update. Otherwise small updates are lost."""
 
 
-class AdamWConfig(RoundingOptimizerConfig):
-    """AdamW."""
-
-    type: Literal["adamw"] = "adamw"
-    """AdamW."""
+class _AnyAdamWConfig(RoundingOptimizerConfig):
+    """Keys of AdamW, whatever its moments are stored as."""
 
     betas1: Decay = 0.9
     """Decay of the first moment."""
 
     betas2: Decay = 0.999
     """Decay of the second moment."""
+
+
+class AdamWConfig(_AnyAdamWConfig):
+    """AdamW."""
+
+    type: Literal["adamw"] = "adamw"
+    """AdamW."""
 
 
 class AdafactorConfig(RoundingOptimizerConfig):
@@ -169,17 +173,18 @@ class AdafactorConfig(RoundingOptimizerConfig):
     """Adafactor."""
 
 
-class AdamW8bitConfig(RoundingOptimizerConfig):
+class AdamW8bitConfig(_AnyAdamWConfig):
     """AdamW with moments of 8 bits for large matrices (bitsandbytes), and of 32 bits for the rest."""
 
     type: Literal["adamw8bit"] = "adamw8bit"
     """AdamW with moments of 8 bits."""
 
-    betas1: Decay = 0.9
-    """Decay of the first moment."""
 
-    betas2: Decay = 0.999
-    """Decay of the second moment."""
+class AdamW4bitConfig(_AnyAdamWConfig):
+    """AdamW with moments of 4 bits for large matrices (equal to torchao's), and of 32 bits for the rest."""
+
+    type: Literal["adamw4bit"] = "adamw4bit"
+    """AdamW with moments of 4 bits."""
 
 
 class MuonConfig(BaseOptimizerConfig):
@@ -199,23 +204,38 @@ class MuonConfig(BaseOptimizerConfig):
 
 
 OptimizerConfig = Annotated[
-    SGDConfig | AdamWConfig | AdamW8bitConfig | AdafactorConfig | MuonConfig, Field(discriminator="type")
+    SGDConfig | AdamWConfig | AdamW8bitConfig | AdamW4bitConfig | AdafactorConfig | MuonConfig,
+    Field(discriminator="type"),
 ]
 
-QUANTIZED_BLOCK = 256
-"""Neighbouring values of a moment that share a scale, in bitsandbytes' optimizers."""
+
+class LowBits(NamedTuple):
+    """How an optimizer stores the moments of large matrices."""
+
+    bits: int
+    """Of a value."""
+    block: int
+    """Neighbouring values of a row that share a scale."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Of both moments of a parameter, with their scales."""
+        return 2 * (self.bits / 8 + 4 / self.block)
+
+    def columns(self, shape: Sequence[int]) -> int | None:
+        """Columns of the moments of a parameter, filled up to whole blocks; None if its moments have 32 bits.
+
+        Blocks lie within rows, so that every division of the rows among processes has the same ones. Small tensors, as
+        in bitsandbytes and torchao, and those with short rows, such as B of an adapter, have 32 bits.
+        """
+        if len(shape) < 2 or shape[-1] < self.block or math.prod(shape) < _SMALLEST_QUANTIZED:
+            return None
+        return -(-shape[-1] // self.block) * self.block
+
+
+LOW_BITS = {"adamw8bit": LowBits(8, 256), "adamw4bit": LowBits(4, 128)}
+"""As bitsandbytes has them, and torchao."""
 _SMALLEST_QUANTIZED = 4096
-
-
-def quantized_columns(shape: Sequence[int]) -> int | None:
-    """Columns of the 8-bit moments of a parameter, filled up to whole blocks; None if its moments have 32 bits.
-
-    Blocks lie within rows, so that every division of the rows among processes has the same ones. Small tensors, as in
-    bitsandbytes, and those with short rows, such as B of an adapter, have 32 bits.
-    """
-    if len(shape) < 2 or shape[-1] < QUANTIZED_BLOCK or math.prod(shape) < _SMALLEST_QUANTIZED:
-        return None
-    return -(-shape[-1] // QUANTIZED_BLOCK) * QUANTIZED_BLOCK
 
 
 def is_rounded(optim: OptimizerConfig) -> bool:
@@ -231,12 +251,12 @@ def optimizer_faults(
     rate, min_rate = optim.lr, getattr(scheduler, "min_lr", 0.0)
     if min_rate > rate > 0:
         yield f"scheduler.min_lr = {min_rate:g} is above optim.lr = {rate:g}: the rate would rise instead of decay"
-    if optim.type == "adamw8bit":
+    if optim.type in LOW_BITS:
         for key in ("optim_cpu_offload", "fsdp_cpu_offload"):
             if getattr(model, key):
-                yield f"optim.type = 'adamw8bit' keeps its small states on the GPU: remove model.{key}"
+                yield f"optim.type = {optim.type!r} keeps its small states on the GPU: remove model.{key}"
         if model.tp > 1:
-            yield f"optim.type = 'adamw8bit' needs whole rows of each weight: remove model.tp ({model.tp})"
+            yield f"optim.type = {optim.type!r} needs whole rows of each weight: remove model.tp ({model.tp})"
     if is_rounded(optim) and model.optimization_dtype != "bfloat16":
         yield "optim.stochastic_rounding is for weights in bfloat16: set model.optimization_dtype = 'bfloat16'"
     if optim.type == "adafactor" and model.optim_cpu_offload:

@@ -35,6 +35,7 @@ from prime_rl.configs.model import (
 )
 from prime_rl.configs.optim import (
     AdafactorConfig,
+    AdamW4bitConfig,
     AdamW8bitConfig,
     AdamWConfig,
     BaseOptimizerConfig,
@@ -76,6 +77,7 @@ __all__ = [
     "ActivationCheckpointConfig",
     "ActivationOffloadingConfig",
     "AdafactorConfig",
+    "AdamW4bitConfig",
     "AdamW8bitConfig",
     "AdamWConfig",
     "BaseOptimizerConfig",

@@ -24,7 +24,7 @@ from prime_rl.configs.model import (
     QuantizationConfig,
     matches,
 )
-from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
+from prime_rl.configs.optim import LOW_BITS
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
 # that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
@@ -276,7 +276,7 @@ Parts = dict[str, int]
 """Bytes by purpose."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = {"adamw": 2, "adamw8bit": 2, "adafactor": 0, "muon": 2, "sgd": 1}
+STATES = {"adamw": 2, "adamw8bit": 2, "adamw4bit": 2, "adafactor": 0, "muon": 2, "sgd": 1}
 """Values that an optimizer keeps for each parameter, at most."""
 _OFFLOAD_SLICE_BYTES = 2**30
 _LIBRARIES_BYTES = 510 * 2**20
@@ -403,10 +403,10 @@ class Training:
 
     @property
     def states(self) -> int:
-        if self.optimizer == "adamw8bit":
+        if self.optimizer in LOW_BITS:
             # Of adapters, at most as much as with 32 bits.
             shapes = self.shape.tensors.values() if self.model.lora is None else [(self.trained,)]
-            return sum(map(quantized_bytes, shapes)) // self.shards
+            return sum(quantized_bytes(self.optimizer, shape) for shape in shapes) // self.shards
         if self.optimizer == "adafactor":
             return _FLOAT32 * self._rows_and_columns // self.shards
         each = _FLOAT32 if self.is_rounded else self.master_bytes
@@ -689,7 +689,10 @@ def _in_update(training: Training) -> Parts:
         # Parameters are updated one by one: with rounding, value and gradient are in float32, then value and noise.
         update = _FLOAT32 if training.optimizer == "adafactor" else 0
         inside = 2 * _FLOAT32 + max(update, 2) if training.is_rounded else update
-        buffers += inside * max(map(prod, training.shape.tensors.values())) // training.shards
+        largest = max(map(prod, training.shape.tensors.values())) // training.shards
+        buffers += inside * largest
+        if training.optimizer == "adamw4bit":
+            buffers += _UNPACKED_BYTES * min(largest, _UNPACKED_VALUES)
     if training.model.optim_cpu_offload and training.device == "cuda":
         largest = max(map(prod, training.shape.tensors.values())) * training.master_bytes // training.shards
         piece = min(max(_OFFLOAD_SLICE_BYTES, largest), training.gradients)
@@ -697,12 +700,18 @@ def _in_update(training: Training) -> Parts:
     return {**parts, "activations": 0, "logits": 0, "buffers": buffers}
 
 
-def quantized_bytes(shape: Sequence[int]) -> int:
-    """Bytes of both moments of a parameter in 8-bit AdamW, and of their scales."""
-    columns = quantized_columns(shape)
+_UNPACKED_VALUES = 2**20
+_UNPACKED_BYTES = 28
+"""What 4-bit AdamW updates at a time (`AdamW4bit.piece_values`), and its temporaries for each value."""
+
+
+def quantized_bytes(optimizer: str, shape: Sequence[int]) -> int:
+    """Bytes of both moments of a parameter in AdamW of 8 or 4 bits, and of their scales."""
+    low = LOW_BITS[optimizer]
+    columns = low.columns(shape)
     if columns is None:
         return 2 * _FLOAT32 * prod(shape)
-    return 2 * prod(shape[:-1]) * (columns + _FLOAT32 * (columns // QUANTIZED_BLOCK))
+    return int(prod(shape[:-1]) * columns * low.state_bytes)
 
 
 def adapter_parameters(block: Tensors, lora: LoRAConfig, place: str) -> int:

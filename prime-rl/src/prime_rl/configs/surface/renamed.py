@@ -285,7 +285,7 @@ _OF_BOTH: tuple[tuple[str, str, str], ...] = (
     ("gradient_clipping", "optim.max_norm", ""),
     ("adam_beta1", "optim.betas1", ""),
     ("adam_beta2", "optim.betas2", ""),
-    ("optimizer", "optim.type", "adamw, adamw8bit, adafactor, sgd or muon"),
+    ("optimizer", "optim.type", "adamw, adamw8bit, adamw4bit, adafactor, sgd or muon"),
     ("lr_scheduler_type", "scheduler.type", "constant, linear or cosine"),
     ("lr_scheduler", "scheduler.type", "constant, linear or cosine"),
     ("num_warmup_steps", "scheduler.warmup_steps", ""),

@@ -1,4 +1,4 @@
-"""Optimizers (AdamW, also in 8 bits, Adafactor, SGD, Muon) and gradient clipping, on this process's shards.
+"""Optimizers (AdamW, also in 8 and 4 bits, Adafactor, SGD, Muon) and gradient clipping, on this process's shards.
 
 The first time that PyTorch runs an operation on a list of DTensors, it works out how each result is sharded, and goes
 through the whole list for each. That takes time in proportion to the square of the number of parameters. So the
@@ -23,9 +23,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from prime_rl.configs.optim import QUANTIZED_BLOCK, quantized_columns
+from prime_rl.configs.optim import LOW_BITS, LowBits
 from prime_rl.configs.trainer import (
     AdafactorConfig,
+    AdamW4bitConfig,
     AdamW8bitConfig,
     AdamWConfig,
     MuonConfig,
@@ -304,63 +305,171 @@ class RoundedAdamW(_OneByOne):
         state["step"] += 1
 
 
-class AdamW8bit(_OneByOne):
-    """AdamW with bitsandbytes' kernels, on shards: large matrices have moments of 8 bits (Dettmers et al., 2022).
+class _LowBitAdamW(_OneByOne, ABC):
+    """AdamW whose moments have few bits for large matrices, and 32 for the rest.
 
-    Each row is filled up to whole blocks, which have a scale each. The moments [..., rows, columns] and their scales
+    Each row is filled up to whole blocks, which have a scale each. The moments [..., rows, bytes] and their scales
     [..., rows, blocks] are sharded like the parameter, so that a checkpoint fits any number of processes.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig) -> None:
-        functional = bitsandbytes_package().functional
+    low: LowBits
+
+    def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig | AdamW4bitConfig) -> None:
         betas = (config.betas1, config.betas2)
         defaults = {"lr": config.lr, "betas": betas, "eps": 1e-8, "weight_decay": config.weight_decay}
         super().__init__(groups, defaults, is_rounded=config.stochastic_rounding)
-        self._kernels = functional
-        self._codes = [functional.create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
 
     def update(self, parameter: nn.Parameter, values: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Change the `values` as bitsandbytes does."""
-        state, columns = self.state[parameter], quantized_columns(parameter.shape)
+        """Change the `values` as the package does."""
+        state, columns = self.state[parameter], self.low.columns(parameter.shape)
         if not state:
-            state |= _moments(parameter, columns)
+            state |= self._moments(parameter, columns)
         state["step"] += 1
-        p, g, first, second = values, gradient, local(state["state1"]), local(state["state2"])
-        if not p.numel():
+        if not values.numel():
             return
-        (beta1, beta2), eps, lr, decay = (group[key] for key in ("betas", "eps", "lr", "weight_decay"))
-        step = int(state["step"])
+        moments = [local(state[name]) for name in ("state1", "absmax1", "state2", "absmax2") if name in state]
         if columns is None:
-            self._kernels.optimizer_update_32bit(
-                "adam", g.contiguous(), p, first, beta1, eps, step, lr, second, beta2, weight_decay=decay
-            )
+            self.update_plain(values, gradient.contiguous(), moments, state["step"], group)
             return
-        missing = columns - p.shape[-1]
-        padded, g = (nn.functional.pad(each, (0, missing)) if missing else each.contiguous() for each in (p, g))
-        scales = (local(state[name]).view(-1) for name in ("absmax1", "absmax2"))
-        self._codes = [code.to(p.device) for code in self._codes]
-        self._kernels.optimizer_update_8bit_blockwise(
-            "adam", g, padded, first, second, beta1, beta2, 0.0, 0.0, eps, step, lr, *self._codes, *scales, decay
+        missing = columns - values.shape[-1]
+        padded, gradient = (
+            nn.functional.pad(each, (0, missing)) if missing else each.contiguous() for each in (values, gradient)
         )
-        if padded is not p:
-            p.copy_(padded[..., : p.shape[-1]])
+        self.update_blocks(padded, gradient, moments, state["step"], group)
+        if padded is not values:
+            values.copy_(padded[..., : values.shape[-1]])
+
+    @abstractmethod
+    def update_plain(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change `values` and both `moments`, which have 32 bits."""
+
+    @abstractmethod
+    def update_blocks(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change `values` of whole blocks; `moments`: first, its scales, second, its scales."""
+
+    def _moments(self, parameter: nn.Parameter, columns: int | None) -> dict[str, Tensor]:
+        """Moments of zero for `parameter`, of few bits if they have `columns`."""
+        made: dict[str, Tensor] = {"step": torch.zeros(())}
+        if columns is None:
+            return made | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
+        own, row_bytes = local(parameter), columns * self.low.bits // 8
+        for number in "12":
+            for name, last, dtype in (
+                ("state", row_bytes, torch.uint8),
+                ("absmax", columns // self.low.block, torch.float32),
+            ):
+                value = own.new_zeros((*own.shape[:-1], last), dtype=dtype)
+                if isinstance(parameter, DTensor):
+                    whole = torch.empty((*parameter.shape[:-1], last), device="meta")
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    value = DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
+                made[name + number] = value
+        return made
 
 
-def _moments(parameter: nn.Parameter, columns: int | None) -> dict[str, Tensor]:
-    """Moments of zero for `parameter`, of 8 bits if they have `columns`."""
-    made: dict[str, Tensor] = {"step": torch.zeros(())}
-    if columns is None:
-        return made | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
-    own, blocks = local(parameter), columns // QUANTIZED_BLOCK
-    for number in "12":
-        for name, last, dtype in (("state", columns, torch.uint8), ("absmax", blocks, torch.float32)):
-            value = own.new_zeros((*own.shape[:-1], last), dtype=dtype)
-            if isinstance(parameter, DTensor):
-                whole = torch.empty((*parameter.shape[:-1], last), device="meta")
-                mesh, placements = parameter.device_mesh, parameter.placements
-                value = DTensor.from_local(value, mesh, placements, shape=whole.shape, stride=whole.stride())
-            made[name + number] = value
-    return made
+class AdamW8bit(_LowBitAdamW):
+    """With bitsandbytes' kernels (Dettmers et al., 2022)."""
+
+    low = LOW_BITS["adamw8bit"]
+
+    def __init__(self, groups: list[dict[str, Any]], config: AdamW8bitConfig) -> None:
+        super().__init__(groups, config)
+        self._kernels = functional = bitsandbytes_package().functional
+        self._codes = [functional.create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
+
+    def update_plain(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change them as bitsandbytes does."""
+        (first, second), (beta1, beta2), (eps, lr, decay) = moments, group["betas"], _rates(group)
+        self._kernels.optimizer_update_32bit(
+            "adam", gradient, values, first, beta1, eps, int(step), lr, second, beta2, weight_decay=decay
+        )
+
+    def update_blocks(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change them as bitsandbytes does."""
+        (first, scales1, second, scales2), betas, (eps, lr, decay) = moments, group["betas"], _rates(group)
+        self._codes = [code.to(values.device) for code in self._codes]
+        scales = (scales1.view(-1), scales2.view(-1))
+        self._kernels.optimizer_update_8bit_blockwise(
+            "adam", gradient, values, first, second, *betas, 0.0, 0.0, eps, int(step), lr, *self._codes, *scales, decay
+        )
+
+
+def _rates(group: dict[str, Any]) -> tuple[float, float, float]:
+    return group["eps"], group["lr"], group["weight_decay"]
+
+
+class AdamW4bit(_LowBitAdamW):
+    """With moments of 4 bits (Li et al., 2023), equal to torchao's AdamW4bit.
+
+    Not by torchao: Transformers would load it in every process, and it compiles the update for each shape.
+    """
+
+    low = LOW_BITS["adamw4bit"]
+    piece_values = 2**20
+    """Values that are updated at a time, to bound the temporaries."""
+
+    def update_plain(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change them as torchao does, which rounds after each of these operations."""
+        (mean, square), (beta1, beta2) = moments, group["betas"]
+        lr = torch.tensor(group["lr"], dtype=torch.float32)
+        values.sub_(lr * group["weight_decay"] * values)
+        mean.lerp_(gradient, 1 - beta1)
+        square.lerp_(gradient.square(), 1 - beta2)
+        size = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
+        values.sub_((lr * (mean / (1 - beta1**step))).div_(size))
+
+    def update_blocks(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
+    ) -> None:
+        """Change them as torchao does."""
+        levels = [each.to(values.device) for each in (_signed_levels(), _unsigned_levels())]
+        rows = max(self.piece_values // values.shape[-1], 1)
+        pieces = (each.view(-1, each.shape[-1]).split(rows) for each in (values, gradient, *moments))
+        for own, its_gradient, *stored in zip(*pieces, strict=True):
+            kept = [*zip(levels, stored[::2], stored[1::2], strict=True)]
+            unpacked = [_unpacked(*each).view(own.shape) for each in kept]
+            self.update_plain(own, its_gradient, unpacked, step, group)
+            for moment, each in zip(unpacked, kept, strict=True):
+                _pack(moment, *each)
+
+
+def _signed_levels() -> Tensor:
+    """16 numbers from -0.8875 to 1: three decades with 1, 2 and 4 of each sign, 0 and 1 (after Dettmers, 2015)."""
+    decades = [10.0 ** (power - 2) * torch.linspace(0.1, 1, 2**power + 1).unfold(0, 2, 1).mean(1) for power in range(3)]
+    positive = torch.cat(decades)
+    return torch.cat([-positive, torch.tensor([0.0, 1.0]), positive]).sort().values
+
+
+def _unsigned_levels() -> Tensor:
+    """16 numbers from 1/16 to 1. No zero, by whose root an update would be divided."""
+    return torch.arange(1, 17) / 16
+
+
+def _unpacked(levels: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    """Float32 values, in rows of a block each."""
+    numbers = torch.stack([packed >> 4, packed & 15], dim=-1).int()
+    return levels[numbers].view(scales.numel(), -1).mul_(scales.view(-1, 1))
+
+
+def _pack(values: Tensor, levels: Tensor, packed: Tensor, scales: Tensor) -> None:
+    """Store the level next to each of `values`, relative to the largest of its block; of two, the upper one."""
+    blocks = values.view(scales.numel(), -1)
+    scales.copy_(blocks.abs().amax(-1).clamp_(min=1e-12).view(scales.shape))
+    numbers = torch.bucketize(
+        blocks.div_(scales.view(-1, 1)), levels.unfold(0, 2, 1).mean(1), right=True, out_int32=True
+    )
+    numbers = numbers.to(torch.uint8).view(*packed.shape, 2)
+    packed.copy_((numbers[..., 0] << 4).bitwise_or_(numbers[..., 1]))
 
 
 class Adafactor(_OneByOne):
@@ -584,6 +693,8 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
             )
         case AdamW8bitConfig():
             return AdamW8bit(_groups(config, model), config)
+        case AdamW4bitConfig():
+            return AdamW4bit(_groups(config, model), config)
         case SGDConfig():
             return torch.optim.SGD(
                 _groups(config, model),
