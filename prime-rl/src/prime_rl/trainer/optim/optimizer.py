@@ -413,8 +413,6 @@ class AdamW4bit(_LowBitAdamW):
     """
 
     low = LOW_BITS["adamw4bit"]
-    piece_values = 2**20
-    """Values that are updated at a time, to bound the temporaries."""
 
     def update_plain(
         self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any]
@@ -433,7 +431,7 @@ class AdamW4bit(_LowBitAdamW):
     ) -> None:
         """Change them as torchao does."""
         levels = [each.to(values.device) for each in (_signed_levels(), _unsigned_levels())]
-        rows = max(self.piece_values // values.shape[-1], 1)
+        rows = max(_PIECE_VALUES // values.shape[-1], 1)
         pieces = (each.view(-1, each.shape[-1]).split(rows) for each in (values, gradient, *moments))
         for own, its_gradient, *stored in zip(*pieces, strict=True):
             kept = [*zip(levels, stored[::2], stored[1::2], strict=True)]
@@ -441,6 +439,10 @@ class AdamW4bit(_LowBitAdamW):
             self.update_plain(own, its_gradient, unpacked, step, group)
             for moment, each in zip(unpacked, kept, strict=True):
                 _pack(moment, *each)
+
+
+_PIECE_VALUES = 2**20
+"""Values that are updated at a time, to bound the temporaries."""
 
 
 def _signed_levels() -> Tensor:
