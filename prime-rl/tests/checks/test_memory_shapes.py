@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.checks.memory import ModelShape
 from prime_rl.checks.memory.shapes import FAMILIES
-from prime_rl.checks.memory.training import adapter_parameters
+from prime_rl.checks.memory.training import _mlps, adapter_parameters
 from prime_rl.configs.model import LoRAConfig
+from prime_rl.trainer.model.blocks import decoder_blocks
 from prime_rl.utils.errors import StartFault
 
 
@@ -37,6 +38,44 @@ def test_a_config_gives_the_number_of_parameters(kind: str, tmp_path: Path) -> N
     for config in (tied, untied):
         config.save_pretrained(tmp_path)
         assert ModelShape.of(str(tmp_path)).parameters == parameters_of(config)
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "last", "is_gated"),
+    [
+        ("llama", {}, "mlp.down_proj.weight", True),
+        ("phi3", {"num_key_value_heads": 1, "num_attention_heads": 2}, "mlp.down_proj.weight", True),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "feed_forward.w2.weight", True),
+        ("lfm2", {"layer_types": ["full_attention"] * 3}, "feed_forward.w2.weight", True),
+        ("gptj", {"n_embd": 96, "n_head": 4, "rotary_dim": 8, "n_layer": 1}, "mlp.fc_out.weight", False),
+        ("gpt2", {"n_embd": 96, "n_head": 4, "n_layer": 1}, "mlp.c_proj.weight", False),
+        ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 96}, "fc2.weight", False),
+        ("modernbert-decoder", {}, "mlp.Wo.weight", True),
+        (
+            "granitemoehybrid",
+            {"num_local_experts": 0, "layer_types": ["mamba"] * 3, "mamba_n_heads": 4, "mamba_d_head": 48},
+            "shared_mlp.output_linear.weight",
+            True,
+        ),
+        ("nemotron", {}, "mlp.down_proj.weight", False),
+        ("qwen3_moe", EXPERTS, "mlp.experts.down_proj", True),
+        ("gpt_oss", EXPERTS, "mlp.experts.down_proj", True),
+    ],
+    ids=str,
+)
+def test_the_width_inside_of_an_mlp_is_that_of_its_last_layer(
+    kind: str, changes: dict[str, Any], last: str, is_gated: bool
+) -> None:
+    config = tiny(kind, **changes)
+    with torch.device("meta"):
+        block = decoder_blocks(AutoModelForCausalLM.from_config(config))[0]
+    weight, experts = block.get_parameter(last), last.count("experts")
+    width = weight.numel() // 96 if not experts else 2 * weight[0].numel() // 96
+    tensors = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    assert list(_mlps(ModelShape(config.to_dict() | {"hidden_size": 96}, {}), tensors)) == [(width, is_gated)]
 
 
 def test_headers_of_weights_give_the_same_as_the_config(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prime_rl.checks.engines import engine_faults, vllm_arguments_in, vllm_optio
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig, ModelConfig
 from prime_rl.configs.rollouts.judges import JudgeConfig
-from prime_rl.inference.vllm.serve import NO_DOMAIN, WORKER_EXTENSION, vllm_arguments
+from prime_rl.inference.vllm.serve import NO_DOMAIN, WORKER_EXTENSION, engine_error, vllm_arguments
 from prime_rl.utils.errors import ConfigError
 from prime_rl.utils.pydantic_config import load_config
 
@@ -204,3 +204,20 @@ def test_the_chat_template_is_handed_over_as_text(tmp_path: Path) -> None:
         config = load_config(InferenceConfig, [], {"model": {"chat_template": template}})
         assert vllm_arguments(config, [], parser()).chat_template == text
     assert not hasattr(vllm_arguments(load_config(InferenceConfig, [], {}), [], parser()), "chat_template")
+
+
+def test_the_last_error_of_vllms_engine_is_read_from_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "inference.log"
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-28 08:58:59 [core.py:1510] ValueError: not enough memory\n"
+        "Process EngineCore:\nTraceback (most recent call last):\n"
+        "RuntimeError: Worker failed with error 'No common block size for 7 (CPU_ATTN: [MultipleOf(32)]).', please "
+        "check the stack trace above for the root cause\nUserWarning: leaked\n"
+    )
+    with log.open("ab") as file:
+        assert engine_error(file.fileno()) == "No common block size for 7 (CPU_ATTN: [MultipleOf(32)])."
+    log.write_text(log.read_text().partition("Process")[0])
+    with log.open("ab") as file:
+        assert engine_error(file.fileno()) == "not enough memory"
+    with Path("/dev/null").open("ab") as file:
+        assert engine_error(file.fileno()) is None

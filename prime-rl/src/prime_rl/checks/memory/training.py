@@ -7,7 +7,7 @@ the root module as units, master weights in `optimization_dtype`, products in `c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -150,32 +150,38 @@ def _attention(shape: ModelShape, size: int) -> int:
 
 def _mlp(shape: ModelShape, block: Tensors, precision: Precision, lora: LoRAConfig | None) -> int:
     """Gate, its activation, up, and their product; lean layers recompute two of the four."""
-    names = " ".join(block)
-    is_gated = "gate_proj" in names or "gate_up_proj" in names or ".experts." in names
-    kept = (2 if _has_lean_mlp(shape, block, precision, lora) else 4) if is_gated else 2
+    kept_of_gated = 2 if _has_lean_mlp(shape, block, precision, lora) else 4
+    kept = sum(width * (kept_of_gated if is_gated else 2) for width, is_gated in _mlps(shape, block))
     # A token visits its experts as copies, whose outputs are kept for the gradient of the router.
     is_sparse = any(len(size) == 3 for size in block.values())
     copies = 2 * shape.hidden * experts_per_token(shape) if is_sparse else 0
-    return precision.compute_bytes * (kept * _inner_width(shape, block) + copies) // precision.tp
+    return precision.compute_bytes * (kept + copies) // precision.tp
+
+
+_ATTENTION = re.compile(r"attn|attention")
+
+
+def _mlps(shape: ModelShape, block: Tensors) -> Iterator[tuple[int, bool]]:
+    """Width that a token passes inside of each MLP, stacked experts as one, and whether it has a gate.
+
+    Families name them differently. All have matrices of one width into them, one or with a gate two, which may be
+    stored as one, and one out of them. Fused queries, keys and values may look alike.
+    """
+    layers: dict[tuple[str, int], list[int]] = {}
+    for name, size in block.items():
+        layer = name.removesuffix(".weight").rpartition(".")[0]
+        if len(size) in (2, 3) and shape.hidden in size[-2:] and not _ATTENTION.search(layer):
+            # GPT-2 and some experts store their matrices transposed.
+            other = size[-1] if size[-2] == shape.hidden else size[-2]
+            layers.setdefault((layer, len(size)), []).append(other)
+    for (_, axes), widths in layers.items():
+        matrices = sum(widths) / min(widths)
+        if len(widths) > 1 and matrices in (2, 3):
+            yield min(widths) * (experts_per_token(shape) if axes == 3 else 1), matrices == 3
 
 
 def _inner_width(shape: ModelShape, block: Tensors) -> int:
-    """Inner width that a token passes: of the dense layer, or of its experts and the shared ones."""
-    width = 0
-    for name, size in block.items():
-        path = name.removesuffix(".weight")
-        if len(size) == 1:
-            continue
-        if len(size) == 3:
-            config = shape.config
-            each = config.get("moe_intermediate_size") or config.get("intermediate_size") or size[-2]
-            width += int(each) * experts_per_token(shape) * path.endswith(("down_proj", "w2"))
-        elif path.endswith("gate_up_proj"):
-            width += size[0] // 2
-        elif path.endswith((".up_proj", ".c_fc", ".fc1", ".dense_h_to_4h")):
-            # GPT-2 stores its matrices transposed.
-            width += max(size)
-    return width
+    return sum(width for width, _ in _mlps(shape, block))
 
 
 def experts_per_token(shape: ModelShape) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
@@ -117,8 +119,36 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         _refuse_settings(args)
     wait_for_clearance(os.environ, get_logger().info)
     with UpdateCount.shared():
-        ServeSubcommand.cmd(args)
+        try:
+            ServeSubcommand.cmd(args)
+        except RuntimeError as error:
+            if not str(error).startswith(_NO_ENGINE):
+                raise
+            given = ", ".join([f"{name} = {value!r}" for name, value in config.vllm.items()] + extras)
+            what = f"vLLM's engine did not start{given and f' with [vllm] {given}'}"
+            sys.stderr.write(f"error: {what}: {engine_error(sys.stderr.fileno()) or 'its error is above'}\n")
+            return 1
     return 0
+
+
+_NO_ENGINE = "Engine core initialization failed"
+_EXCEPTION = re.compile(r"^(?:\(.*?\] )?(?:\w+\.)*\w*(?:Error|Exception): (.+)$", re.MULTILINE)
+_OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check.*")
+_TAIL_BYTES = 2**16
+
+
+def engine_error(log: int) -> str | None:
+    """What vLLM's engine process has said last before it ended, in the file that this descriptor writes to.
+
+    vLLM does not tell its parent. None: it is not a file, as in a terminal.
+    """
+    if not stat.S_ISREG(os.fstat(log).st_mode):
+        return None
+    with Path(f"/proc/self/fd/{log}").open("rb") as file:  # a launch opens logs for appending only
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    found = _EXCEPTION.findall(text)
+    return one_line(_OF_WORKER.sub(r"\1", found[-1])) if found else None
 
 
 def _refuse_settings(args: Namespace) -> None:
