@@ -124,7 +124,7 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
         except RuntimeError as error:
             if not str(error).startswith(_NO_ENGINE):
                 raise
-            given = ", ".join([f"{name} = {value!r}" for name, value in config.vllm.items()] + extras)
+            given = ", ".join(f"{name} = {value!r}" for name, value in config.vllm.items())
             what = f"vLLM's engine did not start{given and f' with [vllm] {given}'}"
             sys.stderr.write(f"error: {what}: {engine_error(sys.stderr.fileno()) or 'its error is above'}\n")
             return 1
