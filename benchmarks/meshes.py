@@ -172,7 +172,7 @@ def prepared(
     model = setup_model(config, mesh)
     optimizer = setup_optimizer(AdamWConfig(), model)
     rows = process.world_size // mesh.data_axis.data_size
-    forward_backward = sft_pass(model, MODEL["vocab_size"], [arguments.tokens], rows, mesh)
+    forward_backward = sft_pass(model, model.config.vocab_size, [arguments.tokens], rows, mesh)
 
     def step() -> None:
         forward_backward()

@@ -200,6 +200,9 @@ def _utf8(text: str) -> str:
     return text
 
 
+_OPTIONS = {"deployment.num_train_gpus": "--train-gpus", "deployment.num_infer_gpus": "--infer-gpus"}
+
+
 def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
     """One line for each value that the wrapper overrides."""
     lines = []
@@ -216,7 +219,11 @@ def _dropped(layers: Sequence[Layer], owned: OwnedKeys) -> list[str]:
                 continue  # its local directory takes its place
             # Values of arguments are still text here.
             if str(lost) != str(value):
-                lines.append(f"{layer.origin(path)}: {key} = {lost!r} is not used; this command sets {key} = {value!r}")
+                option = _OPTIONS.get(key, "")
+                more = f" ({option} N gives another)" if option else ""
+                lines.append(
+                    f"{layer.origin(path)}: {key} = {lost!r} is not used; this command sets {key} = {value!r}{more}"
+                )
     return lines
 
 
