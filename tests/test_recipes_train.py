@@ -99,7 +99,7 @@ BLOCKS_NOT_HERE: Mapping[str, str] = {
     "orchestrator.client.elastic": "servers on other machines",
     "num_train_nodes": "several nodes",
     'id = "rubric"': "a GPU for a judge",
-    "\nep = 4": "a mixture of experts on four GPUs; prime-rl/tests/models/test_divided_rows.py divides one",
+    "num_train_gpus = 4": "a mixture of experts on four GPUs; prime-rl/tests/models/test_divided_rows.py divides one",
     "enable_router_replay": "a mixture of experts; prime-rl/tests/trainer/rl/test_router_replay.py replays one",
     "router_aux_loss_coef": "a mixture of experts; prime-rl/tests/trainer/test_mixture_of_experts.py balances one",
     "router_bias_update_rate": "a mixture of experts; prime-rl/tests/trainer/test_mixture_of_experts.py balances one",
