@@ -261,11 +261,8 @@ def sharing_faults(config: RLConfig, split: GpuSplit) -> Iterator[str]:
     """One line for each setting that GPUs for trainer and server exclude."""
     if not split.shares_gpus:
         return
-    option = split.option
     if config.trainer.weight_broadcast.type == "nccl":
-        yield f"{option}: weight_broadcast.type = 'nccl' needs two GPUs, one on each side; set it to 'filesystem'"
-    if config.inference is not None and config.inference.parallel.tp > 1:
-        yield f"{option}: each server has one GPU; remove inference.parallel.tp = {config.inference.parallel.tp}"
+        yield f"{split.option}: weight_broadcast.type = 'nccl' needs two GPUs, one on each side; set it to 'filesystem'"
 
 
 def advice(config: RLConfig, split: GpuSplit) -> list[str]:

@@ -139,6 +139,18 @@ def test_local_means_this_machine_whatever_the_environment_says(monkeypatch: pyt
     assert _options(["--address", "local", "sft"])[0].address is None
 
 
+def test_a_mistake_in_the_drivers_own_options_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, fault in (
+        (["--colocate", "2", "sft"], "error: --single-gpu and --colocate are options of rl, not of sft"),
+        (["--strategy", "fast", "rl"], "error: argument --strategy: invalid choice: 'fast' (choose from "),
+        (["--colocate", "2", "--single-gpu", "rl"], "error: argument --single-gpu: not allowed with argument --col"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            _options(words)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (end.value.code, line[: len(fault)]) == (2, fault)
+
+
 def test_a_signal_while_ray_starts_is_not_lost() -> None:
     with LocalHost() as guarded:
         _end_if_asked(guarded)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast, get_args
+from typing import Any, NoReturn, cast, get_args
 
 from medarc_rl.backends.options import NODE_GPUS
 from medarc_rl.backends.protocol import LAUNCHERS, STOPS_ITSELF, Kind
@@ -66,8 +66,15 @@ def _recorded(options: argparse.Namespace, words: Sequence[str]) -> int:
     return end.code
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line; argparse prints its usage first."""
+        sys.stderr.write(f"error: {message}\n")
+        raise SystemExit(REFUSED)
+
+
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m medarc_rl.backends.ray.driver", description=__doc__)
+    parser = _Parser(prog="python -m medarc_rl.backends.ray.driver", description=__doc__)
     parser.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS"),
