@@ -35,6 +35,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
         **HEADS,
     },
+    "attending": {
+        "model_type": "mllama",
+        "text_config": {"model_type": "mllama_text_model", "cross_attention_layers": [0], "vocab_size": 3, **HEADS},
+        "vision_config": {"model_type": "mllama_vision_model"},
+    },
     "jetmoe": {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_local_experts": 4, **HEADS},
 }
 
@@ -78,7 +83,7 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
     mixture = str(folders / "mixture")
     teacher, critic = {"distillation": {"teacher": dense}}, {"critic": {"name": dense}}
     few = "the tokenizer has token ids up to 2, but model.name = {} has embeddings for 0..1"
-    assert sft("dense", **teacher) == []
+    assert sft("dense", **teacher) == sft("attending", tokenizer={"add_tokens": ["c"]}) == []
     trained = "quantization stores weights that are not trained: set [model.lora]; or name its version in bfloat16"
     for faults, fault in (
         (sft("packed"), f"its weights are in 4 bits, and {trained}"),
@@ -139,6 +144,14 @@ def test_what_a_model_cannot_do_is_told_before_the_start(folders: Path, monkeypa
         (
             sft("dense", sizes={"router_bias_update_rate": 0.1}),
             "model.router_bias_update_rate: Qwen3ForCausalLM is no mixture of experts: remove it",
+        ),
+        (
+            sft("mixture", sizes={"router_bias_update_rate": 0.1}),
+            "model.router_bias_update_rate: the routers of Qwen3MoeForCausalLM have no bias that could be moved",
+        ),
+        (
+            sft("attending", tokenizer={"add_tokens": ["d"]}),
+            "tokenizer.add_tokens: models of type 'mllama' have embeddings of images behind those of tokens, and",
         ),
         (rl("jetmoe", sizes={"ep": 2}), "model.ep: JetMoeForCausalLM has no experts that can be divided"),
         (rl("jetmoe", sizes={"tp": 2}), "model.tp: Transformers has no plan to divide the layers of JetMoeForCausalLM"),

@@ -24,6 +24,7 @@ from prime_rl.checks.model_description import (
     CAUSAL_FAMILIES,
     PLAIN_LANGUAGE_PARTS,
     SEPARABLE_FAMILIES,
+    UNBIASED_FAMILIES,
     UNCHUNKED_FAMILIES,
     UNDIVIDED_FAMILIES,
     UNSCORED_FAMILIES,
@@ -33,10 +34,12 @@ from prime_rl.checks.model_description import (
 from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.model import LoRAConfig, ModelConfig
+from prime_rl.trainer.model.balance import bias_of
 from prime_rl.trainer.model.blocks import decoder_blocks, dense_mlps
 from prime_rl.trainer.model.lora import is_routed, select_modules
 from prime_rl.trainer.model.tensor_parallel import plan_of_blocks
 from prime_rl.trainer.process.errors import ModelError
+from prime_rl.transport.routing import Routers
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/models.md is not part of an installed prime-rl")
@@ -85,7 +88,7 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
     for case in cases():
         families.setdefault(tiny_config(case).model_type, tiny_config(case))
     unlike: dict[str, object] = {}
-    without_plan, without_stack, refused, without_mlp = set(), set(), set(), set()
+    without_plan, without_stack, refused, without_mlp, without_bias = set(), set(), set(), set(), set()
     for family, config in families.items():
         described = ModelDescription(config.to_dict())
         if described.training_fault() is not None:
@@ -109,6 +112,9 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
             without_plan.add(family)
         if not (described.has_experts or any(dense_mlps(block) for block in decoder_blocks(model))):
             without_mlp.add(family)
+        biases = [bias_of(model, each) for each in Routers(model).found.values()] if described.has_experts else ()
+        if described.has_experts and (not biases or any(bias is None for bias in biases)):
+            without_bias.add(family)
         if described.has_experts and not any(map(is_routed, model.modules())):
             without_stack.add(family)
             refused |= (
@@ -118,6 +124,8 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
     assert unlike.keys() == {"deepseek_v4", "hy_v4"}, unlike
     assert without_plan == UNDIVIDED_FAMILIES
     assert without_mlp == UNCHUNKED_FAMILIES
+    # The first layers of DeepSeek-V4 have none, by its config.
+    assert without_bias == UNBIASED_FAMILIES | {"deepseek_v4", "lfm2_moe"}
     # The first layers of LFM2-MoE are dense, and its tiny model has no others.
     assert refused == without_stack - {"lfm2_moe"}
 

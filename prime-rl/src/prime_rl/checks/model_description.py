@@ -24,6 +24,13 @@ from prime_rl.configs.model import (
     product_of,
 )
 
+OF_ROUTERS: Mapping[str, Any] = {
+    "router_aux_loss_coef": 0.0,
+    "router_bias_update_rate": 0.0,
+    "freeze_moe_router": False,
+}
+"""Keys of `model` for the routers of a mixture, and what leaves these alone."""
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a layer of a mixture."""
 
@@ -136,6 +143,12 @@ _UNADAPTED_EXPERTS = frozenset(
     "minimax_m3_vl_text mixtral nemotron_h phimoe".split()
 )
 """Mixtures whose stacks of experts have biases, are transposed, or have other names on the hub than an adapter's."""
+UNBIASED_FAMILIES = frozenset(
+    "afmoe cohere2_moe deepseek_v2 doge ernie4_5_moe flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid "
+    "granitemoeshared hunyuan_v1_moe jamba jetmoe laguna llama4_text mellum minimax mixtral olmoe phimoe qwen2_moe "
+    "qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text".split()
+)
+"""Mixtures that are trained and whose routers have no bias for the choice, or a frozen parameter."""
 _RENAMED_LAYERS = frozenset("deepseek_v4 hy_v3 hy_v4 laguna nemotron_h".split())
 """Families whose linear layers have other names on the hub than in their class, which adapters are named by."""
 
@@ -272,6 +285,28 @@ class ModelDescription:
         """Whether it is a mixture of experts."""
         counts = map(self.setting, EXPERT_COUNTS)
         return any(isinstance(count, list) or (isinstance(count, int) and count > 1) for count in counts)
+
+    def routers_fault(self, model: ModelConfig) -> str | None:
+        """Why its routers cannot be trained as the `model` section says; None if nothing in its config says so."""
+        key = next((each for each in OF_ROUTERS if getattr(model, each)), None)
+        if key is not None and not self.has_experts:
+            return f"model.{key}: {self.class_name} is no mixture of experts: remove it"
+        family = str(self.language_part.get("model_type"))
+        if model.router_bias_update_rate > 0 and PLAIN_LANGUAGE_PARTS.get(family, family) in UNBIASED_FAMILIES:
+            return (
+                f"model.router_bias_update_rate: the routers of {self.class_name} have no bias that could be moved: "
+                "remove it; model.router_aux_loss_coef balances by a loss"
+            )
+        return None
+
+    @property
+    def enlarging_fault(self) -> str | None:
+        """Why it cannot have more embeddings; None if nothing in its config says so."""
+        if self.setting("vocab_size_per_layer_input") is not None:
+            return f"models of type {self.family!r} have embeddings in each layer too"
+        if self.layers_on_text is not None:
+            return f"models of type {self.family!r} have embeddings of images behind those of tokens"
+        return None
 
     def scoring_fault(self) -> str | None:
         """Why the model cannot be a reward model or a critic; None if nothing in its config says so."""

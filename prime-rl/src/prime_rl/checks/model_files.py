@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.checks.adapters import ADAPTER_CONFIG, adapter_folder, lora_fault, read_settings
 from prime_rl.checks.chat_templates import template_faults
 from prime_rl.checks.disk import default_hub_cache, packed_fault, snapshot_in_cache, tensor_shapes
-from prime_rl.checks.model_description import ModelDescription, vision_fault
+from prime_rl.checks.model_description import OF_ROUTERS, ModelDescription, vision_fault
 from prime_rl.checks.start_dir import NotDownloaded, NotInstalled, StartDir, looks_like_path
 from prime_rl.configs.model import DebugModelConfig, ModelConfig, TokenizerConfig
 from prime_rl.utils.errors import StartFault, one_line
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_OF_ROUTERS = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0, "freeze_moe_router": False}
 _SHARDS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
@@ -44,9 +43,8 @@ def trained_model_fault(model: ModelConfig, start: StartDir, *, is_frozen: bool 
         fault = fault or description.storing_fault(model, is_frozen=is_frozen)
         if fault := fault or description.adapter_fault(model.lora, _tensors(model, start)):
             return fault
-        key = next((each for each in _OF_ROUTERS if getattr(model, each)), None)
-        if key is not None and not description.has_experts:
-            return f"model.{key}: {description.class_name} is no mixture of experts: remove it"
+        if fault := description.routers_fault(model):
+            return fault
         if model.vision is not None and (fault := vision_fault(description.family) or _no_processor(model.name, start)):
             return fault
     return None if model.debug.random_init else model_fault(model.name, start)
@@ -74,7 +72,7 @@ def other_model_fault(name: str, model: ModelConfig, start: StartDir, *, is_scor
     """
     description = describe(name, start)
     # A critic is stored as the trained model is.
-    of_trained = {"vision": None, **_OF_ROUTERS}
+    of_trained = {"vision": None, **OF_ROUTERS}
     of_trained |= {} if is_scored else {"quantization": None, "lora": None, "mlp_chunk_tokens": None}
     other = model.model_copy(update={"name": name, "debug": DebugModelConfig(), **of_trained})
     fault = trained_model_fault(other, start, is_frozen=not is_scored)
@@ -208,6 +206,11 @@ def tokenizer_faults(
     held = None if description is None else description.setting("vocab_size")
     if texts and held and not config.add_tokens and (fault := embeddings_fault(model.name, held, max(texts) + 1)):
         yield fault
+    if texts and held and config.add_tokens and description is not None:
+        known = _texts_by_id(_local_folder(name, start))
+        needed = max(known) + 1 + len({*config.add_tokens} - {*known.values()})
+        if needed > held and (fault := description.enlarging_fault):
+            yield f"tokenizer.add_tokens: {fault}, and model.name = {model.name} cannot get more: remove it"
     if start.find(name).is_dir():
         trusted = model.trust_remote_code if config.trust_remote_code is None else config.trust_remote_code
         if not trusted and not _has_any(start.find(name), _TOKENIZERS):

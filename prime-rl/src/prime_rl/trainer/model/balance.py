@@ -29,7 +29,7 @@ class Balance:
         """
         self._routers = scoring_of(model).routers
         self._rate, self._process = bias_update_rate, process
-        self._biases = [] if self._routers is None else [_bias(model, each) for each in self._routers.found.values()]
+        self._biases = [] if self._routers is None else [bias_of(model, each) for each in self._routers.found.values()]
         if bias_update_rate > 0 and (not self._biases or any(bias is None for bias in self._biases)):
             name = type(model).__name__.removeprefix("FSDP")
             raise ModelError(
@@ -67,7 +67,7 @@ class Balance:
         }
 
 
-def _bias(model: nn.Module, router: Any) -> Tensor | None:
+def bias_of(model: nn.Module, router: Any) -> Tensor | None:
     """The bias of a router, which it has itself or gets from the block around it."""
     name = next(name for name, module in model.named_modules() if module is router)
     for owner in (router, model.get_submodule(name.rpartition(".")[0])):
