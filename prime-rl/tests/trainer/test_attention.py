@@ -35,9 +35,10 @@ from prime_rl.trainer.kernels.attention import (
 )
 from prime_rl.trainer.model.build import check_scoring, setup_model
 from prime_rl.trainer.model.layouts import PrefixTree, SequenceBlocks, sequence_bounds
-from prime_rl.trainer.model.scoring import enable_scoring, score_tokens
+from prime_rl.trainer.model.scoring import enable_scoring, output_head, score_tokens
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh
+from prime_rl.trainer.rl.critic import start_at_zero
 from prime_rl.utils.logger import setup_logger
 
 LENGTHS = (7, 12, 1, 30)
@@ -200,8 +201,13 @@ def test_a_model_that_mixes_the_sequences_of_a_row_gets_a_row_for_each(tiny_mode
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_a_model_that_mixes_the_rows_of_a_batch_is_refused(tiny_model_dir: Path, mesh: Mesh) -> None:
-    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh)
+@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic that was never updated"])
+def test_a_model_that_mixes_the_rows_of_a_batch_is_refused(tiny_model_dir: Path, mesh: Mesh, is_critic: bool) -> None:
+    model = setup_model(ModelConfig(name=str(tiny_model_dir), attn=SDPA), mesh, is_scored=is_critic)
+    if is_critic:
+        start_at_zero(model)
+        check_scoring(model, mesh.process.device, 64, [])
+        assert not output_head(model).weight.full_tensor().any()
     model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: output + output.cumsum(1) + output.cumsum(0).cumsum(1)
     )

@@ -75,6 +75,7 @@ from prime_rl.transport.loading import (
     find_weights,
     float32_names,
     has_score,
+    local,
     put_own,
     spread,
     unchanged,
@@ -124,7 +125,13 @@ def check_scoring(model: PreTrainedModel, device: torch.device, seq_len: int, op
     if model.base_model is model:
         raise ModelError(f"{name} does not separate its layers from its head, which is not supported")
     # Compiled blocks run as written: the check's few shapes are not worth a compilation each.
-    with _resharding(model, device), torch.no_grad(), torch.compiler.set_stance("force_eager"), tightened(model):
+    with (
+        torch.no_grad(),
+        _telling_head(model),
+        _resharding(model, device),
+        torch.compiler.set_stance("force_eager"),
+        tightened(model),
+    ):
         try:
             expected = _model_logits(model, device, EAGER if model._supports_attention_backend else kernel)
         except RuntimeError as error:
@@ -247,6 +254,23 @@ def _last_position(model: PreTrainedModel, seq_len: int) -> int:
 def _is_close(ours: Tensor, own: Tensor) -> bool:
     tolerance = _EXACT if own.dtype == torch.float32 and own.device.type == "cpu" else _ROUNDED
     return bool((ours.float() - own.float()).norm() <= tolerance * own.float().norm())
+
+
+@contextmanager
+def _telling_head(model: PreTrainedModel) -> Iterator[None]:
+    """Give a reward model's head of zeros other values in the block: all logits would be 0, however they are computed.
+
+    A critic that was stopped before the first update of its head comes back with one.
+    """
+    head = list(output_head(model).parameters()) if has_score(model) else []
+    blank = [own for each in head if not (own := local(each)).any()]
+    for own in blank:
+        own.copy_(torch.linspace(-1, 1, own.numel()).view(own.shape))
+    try:
+        yield
+    finally:
+        for own in blank:
+            own.zero_()
 
 
 @contextmanager
@@ -581,8 +605,8 @@ def _add_embeddings(model_config: PretrainedConfig, wanted: int, process: Proces
     """
     text = model_config.get_text_config()
     held = text.vocab_size
-    if wanted > held and hasattr(text, "vocab_size_per_layer_input"):
-        raise ModelError(f"tokenizer.add_tokens: models of type {text.model_type!r} have embeddings in each layer too")
+    if wanted > held and (fault := ModelDescription(text.to_dict()).enlarging_fault):
+        raise ModelError(f"tokenizer.add_tokens: {fault}")
     if wanted > held:
         text.vocab_size = wanted
         if process.is_main:
