@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 
 from prime_rl.checks.time_limit import OutOfTime, time_limit
 from prime_rl.configs.data import LossMaskConfig, SFTDataConfig
-from prime_rl.trainer.model.images import SampleImage
 from prime_rl.trainer.process.errors import DataError
-from prime_rl.trainer.sft.data.conversation import ConversationTokenizer, TokenizedSample
-from prime_rl.trainer.sft.data.samples import Made, SampleMaker, kept_tokens
+from prime_rl.trainer.sft.data.conversation import ConversationTokenizer
+from prime_rl.trainer.sft.data.samples import Made, SampleMaker
 from prime_rl.trainer.sft.data.sources import setup_entries
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}x{% endif %}{% endfor %}{% endfor %}"
@@ -57,13 +56,6 @@ def test_a_row_of_megabytes_is_cut_skipped_or_refused_as_any_long_row(tmp_path: 
     assert made_from(row, tmp_path, tiny_model_dir, seq_len=64, overlong="drop").kind == "overlong"
     with pytest.raises(DataError, match=r"rows\.jsonl:1: at least 65 tokens, more than data\.seq_len = 64"):
         made_from(row, tmp_path, tiny_model_dir, seq_len=64, overlong="error")
-
-
-def test_an_image_that_lies_in_its_row_takes_the_memory_of_tokens() -> None:
-    """A cache of tokens alone would keep a Parquet file's images in memory, whatever their size."""
-    sample = TokenizedSample(np.arange(8, dtype=np.int32), np.ones(8, dtype=bool))
-    held = TokenizedSample(sample.token_ids, sample.is_trained, images=(SampleImage(bytes(10**6), 4),))
-    assert kept_tokens(Made(held, "seen")) - kept_tokens(Made(sample, "seen")) == 200_000
 
 
 def test_a_row_whose_template_does_not_end_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -40,6 +40,7 @@ from prime_rl.trainer.sft.data.samples import DatasetStream, SampleMaker, as_byt
 from prime_rl.trainer.sft.data.sources import setup_entries
 from prime_rl.trainer.sft.run import run
 from prime_rl.trainer.sft.step import CrossEntropy, forward_backward
+from prime_rl.trainer.sft.validation import Validation
 from prime_rl.transport.loading import full_tensor
 from prime_rl.utils.pydantic_config import ConfigError, dump_toml, load_config
 
@@ -149,7 +150,9 @@ def test_a_run_with_images_exports_its_class_and_resumes_exactly(tiny_model_dir:
     assert of_val[-1] == pytest.approx(sum(sums) / sum(sample.targets for sample in samples), abs=1e-5)
 
 
-def test_samples_that_wait_do_not_hold_the_bytes_of_their_images(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_samples_that_wait_do_not_hold_the_bytes_of_their_images(
+    tiny_model_dir: Path, tmp_path: Path, mesh: Mesh
+) -> None:
     start, data = tmp_path / "start", tmp_path / "rows.parquet"
     save_checkpoint("smolvlm", start, tiny_model_dir)
     files = []
@@ -167,6 +170,10 @@ def test_samples_that_wait_do_not_hold_the_bytes_of_their_images(tiny_model_dir:
     stream = DatasetStream(config.data, tokenizer, DataAxis(0, 1), setup_images(config.model, tokenizer))
     waiting = [next(stream) for _ in rows]
     assert [[image.source for image in each.images] for each in waiting] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    again = next(iter(stream.own_share())).samples[0]
+    assert again.token_ids is waiting[0].token_ids, "what is kept for the next epoch holds no image either"
+    validation = Validation(config.data, tokenizer, mesh, CrossEntropy(), setup_images(config.model, tokenizer))
+    assert [each.images for row in validation._own_rows for each in row.sequences] == [each.images for each in waiting]
     restored = from_bytes(as_bytes(waiting))
     assert [each.images for each in restored] == [each.images for each in waiting]
     assert [image.source for each in stream.with_images(restored) for image in each.images] == files

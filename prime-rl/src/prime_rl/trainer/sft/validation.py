@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,7 @@ class Validation:
         stream = DatasetStream(packed_whole(config), tokenizer, axis, images, embeddings)
         samples = _first_epoch(stream, mesh.process.is_main)
         rows = packed(samples, config)
+        self._with_images = stream.with_images
         self._sizes = sizes_of(rows, objective)
         trained_tokens = sum(int(row.is_trained.sum()) for row in rows)
         # Processes gather sharded weights together, so each must compute the same number of rows.
@@ -77,7 +79,7 @@ class Validation:
 
     def _sums(self, model: PreTrainedModel, row: PackedRow) -> RowSums:
         own_beats().tick()
-        sums = self.objective.sums(model, row, self.device)
+        sums = self.objective.sums(model, replace(row, members=self._with_images(row.members)), self.device)
         # In float64, as there may be many rows.
         metrics, shares = ({k: v.double() for k, v in each.items()} for each in (sums.metrics, sums.shares))
         return RowSums([each.double() for each in sums.losses], metrics, shares)
@@ -97,17 +99,16 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _first_epoch(stream: DatasetStream, tells: bool) -> list[Sample]:
-    """Every row that can be trained on. `tells` logs what was left out."""
+    """Every row that can be trained on, with the places of its images. `tells` logs what was left out."""
     config = stream.config
     faults = BadRows()
-    made = list(stream.first_ones(stream.row_count, faults))
+    found = examine(stream.first_ones(stream.row_count, faults), stream.row_count, config)
     faults.refuse(config.section)
-    found = examine(made, stream.row_count, config)
     if fault := untrainable_fault(found, config):
         raise DataError(fault)
     for line in worries(found, config) if tells else ():
         get_logger().warning(f"Validation data: {line}")
-    return [sample for each in made for sample in each.samples]
+    return [sample for made in stream.own_share() for sample in made.samples]
 
 
 def packed(samples: Sequence[Sample], config: SFTDataConfig, row_tokens: int | None = None) -> list[PackedRow]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,7 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
         kept = sum(sample.inputs for sample in made.samples)
         found.lost += max(0, made.inputs - kept) if made.kind in _LOSING else 0
         if made.sample is not None:
-            samples += made.samples
+            samples += map(_without_images, made.samples)
             found.pieces += len(made.more)
             found.without_end += not made.has_end
             found.flipped += made.is_flipped
@@ -142,6 +142,11 @@ def examine(rows: Iterable[Made], row_count: int, config: SFTDataConfig) -> Exam
     if samples:
         _pack(found, samples, config)
     return found
+
+
+def _without_images(sample: Sample) -> Sample:
+    """Only tokens are packed here, and bytes of all images would fill the memory."""
+    return replace(sample, images=()) if isinstance(sample, TokenizedSample) and sample.images else sample
 
 
 def steps_per_epoch(found: Examination, config: SFTDataConfig) -> float:

@@ -49,8 +49,6 @@ _CACHED_TOKENS = 2**26
 """Number of tokens kept from one epoch to the next, about 340 MB per process."""
 _TOKENS_PER_ROW = 100
 """A kept row takes as much memory as these, besides its tokens. Ten million short rows would take gigabytes."""
-_BYTES_PER_TOKEN = 5
-"""Of a kept token: its id and whether it is trained. Images that lie in the row itself are kept with it."""
 _MAX_SKIPPED_IN_A_ROW = 100_000
 """A stream of unknown length fails after this many unusable rows in a row."""
 
@@ -564,9 +562,10 @@ class DatasetStream:
         if entry.key is not None and entry.key in self._cache:
             return self._cache[entry.key]
         made = self._make(entry)
-        size = kept_tokens(made)
+        kept = _waiting(made, entry.key)  # bytes of images would fill the cache
+        size = _TOKENS_PER_ROW + sum(map(len, kept.samples))
         if entry.key is not None and self._cached_tokens + size <= _CACHED_TOKENS:
-            self._cache[entry.key] = made
+            self._cache[entry.key] = kept
             self._cached_tokens += size
         return made
 
@@ -582,13 +581,6 @@ def _waiting(made: Made, key: int | None) -> Made:
         for each in made.samples
     )
     return replace(made, sample=first, more=tuple(more))
-
-
-def kept_tokens(made: Made) -> int:
-    """How many tokens take as much memory as what is made of a row."""
-    sequences = [each for sample in made.samples for each in sample.sequences]
-    image_bytes = sum(len(image.source) for each in sequences for image in each.images)
-    return _TOKENS_PER_ROW + sum(map(len, made.samples)) + image_bytes // _BYTES_PER_TOKEN
 
 
 _WARNINGS = {
