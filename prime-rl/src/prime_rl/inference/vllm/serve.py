@@ -86,6 +86,8 @@ _MEMORY_NODES = Path("/sys/devices/system/node")
 def serve(config: InferenceConfig, extras: list[str]) -> int:
     """Serve until stopped and return the exit status. API server and worker processes load the plugin and extension."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # An allowed domain could send vLLM on to any other: it checks only the address that a request names.
+    os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     _allow_plugin()
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
