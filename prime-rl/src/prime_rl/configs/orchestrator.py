@@ -166,7 +166,8 @@ class KeepRolloutsConfig(BaseConfig):
     even if it is larger."""
 
     max_total_mib: Count = 1024
-    """Size of all kept files in MiB. Beyond it steps between the first and the newest are deleted, evenly."""
+    """Size of all kept files in MiB. Beyond it steps between the first and the newest are deleted, evenly. Pictures of
+    their images (`OUT/pictures`) are not counted: at most 10,000, of 5 to 30 kB each."""
 
     max_chars: Annotated[int, Field(ge=1000, le=LARGEST)] = 200_000
     """Characters of the messages of a rollout. Longer messages are cut in their middle."""
