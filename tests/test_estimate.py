@@ -119,7 +119,7 @@ def test_no_change_is_named_that_the_start_refuses(sft_toml: Path, rl_toml: Path
     assert in_job == shared
     (model / "config.json").write_text(json.dumps(QWEN3_8B | {"num_hidden_layers": 6}))
     cheapest = ("--trainer.model.lora.rank", "16", "--trainer.model.fsdp-cpu-offload", "--trainer.model.ac.freq", "1")
-    long = ("medarc_train", "rl", rl_toml, "--device", "cuda", "--model.name", model, "--gpu", "24", *cheapest)
+    long = ("medarc_train", "rl", rl_toml, "--device", "cuda", "--model.name", model, "--gpu", "22", *cheapest)
     shorter = answer(*long, "--trainer.model.ac-offloading.pin-memory", "true", "--seq-len", "131072")["change"]
     lengths = "seq_len = 65536, inference.model.max_model_len = 65536"
     assert shorter == {"set": f"trainer.model.mlp_chunk_tokens = 2048, {lengths}", "verdict": "fits"}
@@ -152,12 +152,12 @@ def test_a_mesh_of_the_same_gpus_is_proposed_that_fits_and_is_accepted(
 @pytest.mark.parametrize(
     ("words", "proposed"),
     [
-        ("--gpu 80 --model.quantization.type nf4", "model.ac.memory_gib = 47.8"),
+        ("--gpu 80 --model.quantization.type nf4", "model.ac.memory_gib = 50.3"),
         ("--gpu 80", "model.ac_offloading.pin_memory = true"),
         ("--gpu 80 --optim.type sgd --data.seq-len 4096", "model.ac.memory_gib = 5.0"),
         # What a config has of the same table is named, too.
-        ("--gpu 80 --model.quantization.type nf4 --model.ac.freq 4", "model.ac.memory_gib = 47.8, model.ac.freq = 1"),
-        ("--gpu 80 --model.quantization.type nf4 --model.ac.memory-gib 90", "model.ac.memory_gib = 47.8"),
+        ("--gpu 80 --model.quantization.type nf4 --model.ac.freq 4", "model.ac.memory_gib = 50.3, model.ac.freq = 1"),
+        ("--gpu 80 --model.quantization.type nf4 --model.ac.memory-gib 90", "model.ac.memory_gib = 50.3"),
         ("--gpu 80 --model.ac.freq 2", "model.ac_offloading.pin_memory = true, model.ac.freq = 1"),
     ],
 )

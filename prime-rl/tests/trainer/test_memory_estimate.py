@@ -87,6 +87,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16"}
         Case("as on a GPU, pissa", BLOCKS, seq_len=128, settings=FLOAT32 | {"lora": {"rank": 64, "init": "pissa"}}),
         Case("as on a GPU, chunks", BLOCKS, seq_len=1024, settings=FLOAT32 | CHUNKS),
         Case("as on a GPU, chunks, recomputed", BLOCKS, seq_len=1024, settings=BFLOAT16 | CHUNKS | {"ac": {}}),
+        Case("as on a GPU, chunks, quantized", BLOCKS, seq_len=1024, settings=NF4 | CHUNKS),
         Case("on a CPU, chunks", BLOCKS, as_on_gpu=False, seq_len=1024, settings=FLOAT32 | CHUNKS),
         Case("on a CPU, chunks, adapters", HALF, as_on_gpu=False, settings=CHUNKS | {"lora": {"rank": 8}, "ac": {}}),
         Case("on a CPU, adapters", WIDE, as_on_gpu=False, settings={"lora": {"rank": 8}}),

@@ -211,7 +211,7 @@ class LossMemory:
     forward: int
     """At the peak of the loss's forward pass."""
     kept: int
-    """From there through the backward pass of the last block."""
+    """From there through the backward pass of the last block: gradients of the head, and hidden states beside them."""
 
 
 def sft_loss(
@@ -231,7 +231,7 @@ def sft_loss(
     states = tokens * hidden * size
     head = vocab * hidden
     if not trains_head:
-        return LossMemory(3 * states + chunk + floats, states)
+        return LossMemory(3 * states + chunk + floats, 0)
     if tokens > rows:
         # Parts of the weight's gradient are added to a float32 sum; those of float32 are computed into it.
         of_part = min(_VOCAB_PART, vocab) * hidden * size if size < _FLOAT32 else 0
@@ -599,10 +599,12 @@ def _in_backward(training: Training) -> Parts:
     By then its activations are freed.
     """
     activations, recomputed = _activations(training)
+    activations -= _final_norm(training) * training.row_tokens  # whose backward pass is over
     chunk = min(training.row_tokens, training.model.mlp_chunk_tokens or 0)
     temporary = max(block.temporary * training.row_tokens + block.of_chunk * chunk for block in training.blocks)
     temporary += _summed_over_chunks(training)
-    temporary = max(temporary, _attention_temporaries(training)) + recomputed + _dequantized(training)
+    temporary += max(0, _dequantized(training) - _inner_gradient(training))
+    temporary = max(temporary, _attention_temporaries(training)) + recomputed
     gathered = later = 0
     if not training.keeps_gathered:
         largest = max(training.shape.blocks, key=count)
@@ -637,6 +639,13 @@ def _summed_over_chunks(training: Training) -> int:
     # A lean MLP computes all of a chunk's together; of others, one is counted where matrices are.
     new = own if _has_lean_mlp(training.shape, block, kept, lora) else 0
     return training.compute_bytes * (own + new)
+
+
+def _inner_gradient(training: Training) -> int:
+    """One of the two gradients inside of an MLP, which comes after its last matrix has been dequantized."""
+    tokens = min(training.row_tokens, training.model.mlp_chunk_tokens or training.row_tokens)
+    inner = max(_inner_width(training.shape, block) for block in training.shape.blocks)
+    return training.compute_bytes * inner // training.model.tp * tokens
 
 
 def _dequantized(training: Training) -> int:
