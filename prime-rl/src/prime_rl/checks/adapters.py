@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.checks.disk import tensor_shapes
+from prime_rl.configs.model import ALL_LINEAR, STACKED_EXPERTS, matches
 from prime_rl.run.paths import RunPaths, stable_steps
 from prime_rl.utils.errors import StartFault
 
@@ -36,7 +38,89 @@ _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
 }
 """Accepted values of the keys in `adapter_config.json` that change what the matrices mean."""
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the linear layers of one expert."""
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.\w+$")
+
+
+def selected(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
+    """The modules that some names or regular expressions match."""
+    patterns = tuple(patterns)
+    return {path for path in paths if any(matches(pattern, path) for pattern in patterns)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePaths:
+    """The modules that names in `[model.lora]` can mean, by path. The start check has those of the model's files, and
+    the trainer those of the model.
+    """
+
+    weighted: Collection[str]
+    """Modules that have weights themselves."""
+    linear: Collection[str]
+    all_linear: Collection[str]
+    """The linear layers that `all-linear` names."""
+    stacks: Collection[str]
+    """Stacks of experts."""
+    bypassed: Collection[str]
+    """Linear layers whose weight the model's code reads without calling them."""
+
+    def adapted(self, lora: LoRAConfig) -> set[str]:
+        """The linear layers that get an adapter."""
+        named = selected(lora.target_modules, self.linear)
+        return named.union(self.all_linear if ALL_LINEAR in lora.target_modules else ()) - self.saved(lora)
+
+    def adapted_stacks(self, lora: LoRAConfig) -> set[str]:
+        return selected(lora.target_modules, self.stacks) - self.saved(lora)
+
+    def saved(self, lora: LoRAConfig) -> set[str]:
+        """The modules that are trained in full."""
+        return selected(lora.modules_to_save, self.weighted)
+
+    def fault(self, lora: LoRAConfig) -> str | None:
+        """That a name or regular expression matches nothing; None if each matches some module."""
+        for pattern in lora.modules_to_save:
+            if not selected([pattern], self.weighted):
+                return _no_match("modules_to_save", pattern, self.weighted, "module with weights")
+        either, stacks = {*self.linear, *self.stacks}, self.adapted_stacks(lora)
+        for pattern in lora.target_modules:
+            inside = [p for p in self.stacks if any(matches(pattern, f"{p}.0.{each}") for each in PROJECTIONS)]
+            if pattern in (ALL_LINEAR, STACKED_EXPERTS) or selected([pattern], either) or (inside and stacks):
+                continue
+            if not inside:
+                return _no_match("target_modules", pattern, either, "linear layer")
+            return (
+                f'lora.target_modules: "{pattern}" is a projection of the stacked experts {min(inside)}, which can '
+                f'only be adapted together: use "{STACKED_EXPERTS}"'
+            )
+        adapted = self.adapted(lora)
+        if not (adapted or stacks):
+            return f"lora.target_modules matches no module that can be adapted: {_listed(lora.target_modules)}"
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(lora, key):
+                if of_stacks := selected([pattern], stacks):
+                    return (
+                        f'lora.{key}: "{pattern}" matches the stack of experts {min(of_stacks)}, whose adapters have '
+                        "lora.rank and lora.alpha; write it more narrowly"
+                    )
+                if not selected([pattern], adapted):
+                    return _no_match(key, pattern, adapted, "adapted linear layer")
+        for path in sorted(adapted.intersection(self.bypassed)):
+            return (
+                f"lora.target_modules: the model's code reads the weight of {path} without calling it, and would "
+                f"ignore an adapter; remove {path.rpartition('.')[2]} from target_modules"
+            )
+        return None
+
+
+def _no_match(key: str, pattern: str, paths: Collection[str], kind: str) -> str:
+    components = {part for path in paths for part in path.split(".") if not part.isdigit()}
+    near = get_close_matches(pattern, sorted(components)) or sorted({path.rpartition(".")[2] for path in paths})
+    return f'lora.{key}: "{pattern}" matches no {kind} of this model; nearest: {_listed(near)}'
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 @dataclass(frozen=True, slots=True)

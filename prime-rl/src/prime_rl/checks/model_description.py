@@ -8,18 +8,19 @@ Transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from prime_rl.checks.adapters import ModulePaths
 from prime_rl.configs.model import (
     ALL_LINEAR,
     STACKED_EXPERTS,
     LoRAConfig,
     ModelConfig,
     QuantizationConfig,
-    is_regex,
     matches,
     product_of,
 )
@@ -139,7 +140,7 @@ _UNROUTED_FAMILIES = frozenset(("doge", "jetmoe", "llama4_text"))
 """Mixtures whose experts are no stack that takes hidden states and each token's experts, as `model.ep` divides it."""
 
 _UNADAPTED_EXPERTS = frozenset(
-    "gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared llama4_text minimax minimax_m2 "
+    "gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe llama4_text minimax minimax_m2 "
     "minimax_m3_vl_text mixtral nemotron_h phimoe".split()
 )
 """Mixtures whose stacks of experts have biases, are transposed, or have other names on the hub than an adapter's."""
@@ -149,7 +150,37 @@ UNBIASED_FAMILIES = frozenset(
     "qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text".split()
 )
 """Mixtures that are trained and whose routers have no bias for the choice, or a frozen parameter."""
-_RENAMED_LAYERS = frozenset("deepseek_v4 hy_v3 hy_v4 laguna nemotron_h".split())
+_BYPASSED_LAYERS: Mapping[str, str] = {
+    "bloom": "dense|dense_4h_to_h",
+    "gemma3n_text": "(correction|prediction)_coefs",
+    "jamba": "dt_proj",
+    **dict.fromkeys(("falcon_mamba", "mamba"), "dt_proj|out_proj|x_proj"),
+}
+"""Linear layers whose weights the code of a family reads without calling them, by a regular expression."""
+_OTHER_MATRICES: Mapping[str, str] = dict.fromkeys(("falcon", "gpt2", "openai-gpt"), "(?!lm_head$).+")
+"""Matrices that are no linear layers of PyTorch, by a regular expression for the layer."""
+_ROUTER = re.compile(r"(?<!\brouter)\.(gate|router)$")
+_EMBEDDING = r"embed_(?!out$)\w+|w|w[tp]e|\w*embeddings?"
+_RENAMED_MODULES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), ((r"\bblock_sparse_moe\b", "mlp"),)),
+    "phimoe": ((r"\bblock_sparse_moe\.gate$", "mlp.router"), (r"\bblock_sparse_moe\b", "mlp")),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        ((r"(?<=block_sparse_moe)\.(in|out)put_linear$", ".experts"), (r"\.layer$", "")),
+    ),
+    "olmo_hybrid": (
+        (r"\battention_layer_norm$", "input_layernorm"),
+        (r"\bfeedforward_layer_norm$", "post_attention_layernorm"),
+        (r"\b[qkv]_conv1d$", "conv1d"),
+    ),
+}
+"""Modules that have other names on the hub than in their class, as regular expressions and what replaces them."""
+_HEADS = ("lm_head", "embed_out", "output_projection", "head", "score")
+"""Names of heads. One that shares its weight with the embedding, or is a reward model's, is not in the files."""
+_BASES = ("model", "transformer", "backbone")
+_IN_EXPERT = re.compile(r"(?<=\.experts)\.\d+\b.*")
+_LAYER = re.compile(r"(?<=\blayers\.)\d+")
+RENAMED_LAYERS = frozenset("deepseek_v4 hy_v3 hy_v4 laguna nemotron_h".split())
 """Families whose linear layers have other names on the hub than in their class, which adapters are named by."""
 
 _OWN_ATTENTION = frozenset(
@@ -423,15 +454,19 @@ class ModelDescription:
             fault = "does not go with lora.init = 'pissa', which needs the weights as numbers: remove init"
         return None if fault is None else f"its weights are in 4 bits, and quantization {fault}; or {_PLAIN_VERSION}"
 
-    def adapter_fault(self, lora: LoRAConfig | None, tensors: Mapping[str, Sequence[int]] | None = None) -> str | None:
+    def adapter_fault(
+        self, lora: LoRAConfig | None, tensors: Mapping[str, Sequence[int]] | None = None, *, has_images: bool = False
+    ) -> str | None:
         """Why the layers of the model cannot be adapted like this; None if nothing in its config says so, nor in
-        `tensors`, the shapes in its files.
+        `tensors`, the shapes in its files. `has_images`: its tower is loaded too.
         """
         if lora is None:
             return None
         family = self.language_part.get("model_type")
-        chosen = STACKED_EXPERTS in lora.target_modules and STACKED_EXPERTS not in lora.modules_to_save
-        if chosen and self.has_experts and family not in ("doge", "jetmoe"):  # which have no layer of that name
+        paths = self._module_paths(tensors or {}, has_images=has_images)
+        is_named = STACKED_EXPERTS in lora.target_modules and STACKED_EXPERTS not in lora.modules_to_save
+        has_stacks = self.has_experts and family != "doge"  # which has no layer of that name
+        if bool(paths.adapted_stacks(lora)) if paths else is_named and has_stacks:
             key = "lora.use_dora" if lora.use_dora else "lora.init = 'pissa'" if lora.init == "pissa" else None
             if key is None and family in _UNADAPTED_EXPERTS:
                 key = "lora.target_modules: an adapter"
@@ -440,26 +475,72 @@ class ModelDescription:
                     f"{key} is not for the experts of {self.class_name}: remove {STACKED_EXPERTS!r} from "
                     "lora.target_modules"
                 )
-        places: list[str] = []
-        for tensor, shape in (tensors or {}).items():
-            place = tensor.rpartition(".")[0]
-            if len(shape) == 2:
-                places.append(place)
-            elif len(shape) == 3 and 1 not in shape:  # a stack has the layers of each expert
-                places += [f"{place}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
-        of_blocks = [place for place in places if any(map(str.isdigit, place.split(".")))]
-        if len(of_blocks) < 2 or family in _RENAMED_LAYERS:  # no decoder block that is known
+        if paths is None:
             return None
-        for name in lora.target_modules:
-            # A head that is the embedding is not in the files.
-            is_judged = name not in (ALL_LINEAR, STACKED_EXPERTS, "lm_head") and not is_regex(name)
-            if is_judged and not any(matches(name, place) for place in places):
-                held = ", ".join(sorted({place.rpartition(".")[2] for place in of_blocks}))
-                return (
-                    f'lora.target_modules: "{name}" matches no layer of {self.class_name}, which has {held}: name '
-                    f'some of these, or "{ALL_LINEAR}"'
-                )
-        return None
+        named = [pattern for pattern in lora.target_modules if pattern != ALL_LINEAR and matches(pattern, "lm_head")]
+        if named and "lm_head" not in {*paths.linear, *paths.saved(lora)}:
+            return (
+                "lora.target_modules: lm_head shares its weight with the embedding, so it cannot be adapted alone; "
+                'to train both, set lora.modules_to_save = ["lm_head"] and remove it from target_modules'
+            )
+        return paths.fault(lora)
+
+    def _module_paths(self, tensors: Mapping[str, Sequence[int]], *, has_images: bool) -> ModulePaths | None:
+        """The modules that adapters can name, by the names and shapes in its files; None if these do not tell."""
+        family = str(self.language_part.get("model_type"))
+        if self._brings_code or family in RENAMED_LAYERS:
+            return None
+        start = language_start(tensors) if self.is_nested and not has_images else None
+        start = start and start.replace("language_model.model.", "language_model.")
+        places = {name: self._place(name, start) for name in tensors}
+        in_blocks = [place for place in places.values() if place and any(map(str.isdigit, place.split(".")))]
+        if len(in_blocks) < 2:  # no decoder block that is known
+            return None
+        # Files of a model without a head leave out where its class holds the blocks.
+        bases = () if in_blocks[0].split(".")[0] in (*_BASES, family) else (*_BASES, family)
+        other = re.compile(rf"{_EMBEDDING}|{_OTHER_MATRICES.get(family, '(?!)')}")
+        read = re.compile(_BYPASSED_LAYERS.get(family, "(?!)"))
+        weighted, linear, stacks, bypassed = set(_HEADS), set[str](), set[str](), set[str]()
+        for name, place in places.items():
+            if place is None:
+                continue
+            shape, outside = tensors[name], _IN_EXPERT.sub("", place)
+            is_stacked = outside != place or (len(shape) == 3 and 1 not in shape)
+            leaf = place.rpartition(".")[2]
+            is_router = self.has_experts and family != "jamba" and _ROUTER.search(place)
+            is_matrix = len(shape) == 2 and name.endswith(".weight")
+            is_linear = is_matrix and not is_router and not other.fullmatch(leaf)
+            for each in (outside, *(f"{base}.{outside}" for base in bases if outside not in _HEADS)):
+                weighted.add(each)
+                if is_stacked:
+                    stacks.add(each)
+                elif is_linear:
+                    linear.add(each)
+                    if read.fullmatch(leaf):
+                        bypassed.add(each)
+        if "embed_out" in linear:
+            linear.add("lm_head")  # as the class of GPT-NeoX names it
+        return ModulePaths(weighted, linear, linear.difference(_HEADS, bypassed), stacks, bypassed)
+
+    def _place(self, tensor: str, start: str | None) -> str | None:
+        """The path of the module that has a tensor of the files. `start` precedes the layers of a language model that
+        is loaded without the other parts, by the names of its own class; None if it is not loaded.
+        """
+        place = tensor.rpartition(".")[0].replace("language_model.model.", "language_model.")
+        for held, own in _RENAMED_MODULES.get(str(self.language_part.get("model_type")), ()):
+            place = re.sub(held, own, place)
+        if start is None:
+            return place
+        if place.endswith("lm_head"):
+            return "lm_head"
+        if not place.startswith(start):
+            return None
+        place = f"model.{place.removeprefix(start)}"
+        layer = _LAYER.search(place)
+        if layer is None or self.layers_on_text is None:
+            return place
+        on_text = list(map(str, self.layers_on_text))
+        return _LAYER.sub(str(on_text.index(layer[0])), place) if layer[0] in on_text else None
 
     def parts_fault(self) -> str | None:
         """Why the trainer refuses the model's weights or parts, which it does not find out by computing with them."""

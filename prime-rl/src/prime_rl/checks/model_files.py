@@ -41,7 +41,8 @@ def trained_model_fault(model: ModelConfig, start: StartDir, *, is_frozen: bool 
         fault = description.training_fault(model.seq_len, model.trust_remote_code)
         fault = fault or description.division_fault(model)
         fault = fault or description.storing_fault(model, is_frozen=is_frozen)
-        if fault := fault or description.adapter_fault(model.lora, _tensors(model, start)):
+        has_images = model.vision is not None
+        if fault := fault or description.adapter_fault(model.lora, _tensors(model, start), has_images=has_images):
             return fault
         if fault := description.routers_fault(model):
             return fault

@@ -14,10 +14,9 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -32,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
-from prime_rl.checks.adapters import ADAPTER_TENSORS, adapter_folder, read_settings
+from prime_rl.checks.adapters import ADAPTER_TENSORS, PROJECTIONS, ModulePaths, adapter_folder, read_settings
 from prime_rl.configs.model import ALL_LINEAR, STACKED_EXPERTS, LoRAConfig, matches
 from prime_rl.run.process import own_beats
 from prime_rl.trainer.model.vision import language_modules, trainable_modules, vision_of
@@ -45,8 +44,6 @@ from prime_rl.utils.logger import get_logger
 EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked expert weights, and the projections that are concatenated in each of them."""
 
-PROJECTIONS = tuple(part for parts in EXPERT_PROJECTIONS.values() for part in parts)
-"""Target name of stacked experts. A default target, so models without experts may not have it."""
 _MODULES = dict[str, nn.Module]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ValueT = TypeVar("ValueT")
@@ -72,50 +69,34 @@ def select_modules(model: PreTrainedModel, config: LoRAConfig) -> SelectedModule
     owners = {path: module for path, module in modules if any(True for _ in module.parameters(False))}
     linear = {path: module for path, module in owners.items() if is_plain_linear(module)}
     experts = {path: module for path, module in owners.items() if is_stacked(module)}
-    saved = _selected(config.modules_to_save, owners)
-    for pattern in config.modules_to_save:
-        if not _selected([pattern], owners):
-            raise ModelError(_no_match("modules_to_save", pattern, owners, "module with weights"))
-    named = [pattern for pattern in config.target_modules if pattern != ALL_LINEAR]
-    targets = _selected(named, linear)
-    if len(named) < len(config.target_modules):
-        head = model.get_output_embeddings()
-        targets |= {
-            path: module
-            for path, module in linear.items()
-            if module is not head and not _is_bypassed(path, model) and not _is_refused_by_peft(path, model)
-        }
+    head = model.get_output_embeddings()
+    bypassed = {path for path in linear if _is_bypassed(path, model)}
+    all_linear = {
+        path
+        for path, module in linear.items()
+        if module is not head and path not in bypassed and not _is_refused_by_peft(path, model)
+    }
+    paths = ModulePaths(owners, linear, all_linear, experts, bypassed)
+    if fault := paths.fault(config):
+        raise ModelError(f"model.{fault}")
+    adapted, stacks, saved = paths.adapted(config), paths.adapted_stacks(config), paths.saved(config)
     chosen = SelectedModules(
-        {path: module for path, module in targets.items() if path not in saved},
-        {path: module for path, module in _selected(config.target_modules, experts).items() if path not in saved},
-        saved,
+        {path: module for path, module in linear.items() if path in adapted},
+        {path: module for path, module in experts.items() if path in stacks},
+        {path: module for path, module in owners.items() if path in saved},
     )
-    for pattern in named:
-        _check_target(pattern, linear, experts, chosen)
     of_tower = owners.keys() - dict(language_modules(model)).keys()
-    if (vision := vision_of(model)) and vision.tower_lr is not None and not of_tower & {*chosen.linear, *saved}:
+    if (vision := vision_of(model)) and vision.tower_lr is not None and not of_tower & (adapted | saved):
         leaves = {path.rpartition(".")[2] for path in linear.keys() & of_tower}
         raise ModelError(
             f"model.vision.tower_lr: model.lora.target_modules matches nothing of the tower, which has "
-            f'{_listed(sorted(leaves))}: add some, or "{ALL_LINEAR}", or remove tower_lr'
-        )
-    if not (chosen.linear or chosen.experts):
-        raise ModelError(
-            f"model.lora.target_modules matches no module that can be adapted: {_listed(config.target_modules)}"
+            f'{", ".join(sorted(leaves))}: add some, or "{ALL_LINEAR}", or remove tower_lr'
         )
     for path, layer in chosen.linear.items():
-        _check_linear(path, layer, owners, model)
+        _check_linear(path, layer, owners)
     for path, module in chosen.experts.items():
         _check_experts(path, module, model, config)
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, key):
-            if not _selected([pattern], chosen.linear):
-                raise ModelError(_no_match(key, pattern, chosen.linear, "adapted linear layer"))
     return chosen
-
-
-def _selected(patterns: Iterable[str], modules: Mapping[str, ModuleT]) -> dict[str, ModuleT]:
-    return {path: module for path, module in modules.items() if any(matches(pattern, path) for pattern in patterns)}
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -136,37 +117,7 @@ def is_routed(module: nn.Module) -> bool:
     return is_stacked(module) and len(inspect.signature(type(module).forward).parameters) == 1 + 3
 
 
-def _check_target(pattern: str, linear: Mapping[str, nn.Linear], experts: _MODULES, chosen: SelectedModules) -> None:
-    either: _MODULES = {**linear, **experts}
-    if _selected([pattern], either):
-        return
-    inside = [path for path in experts for part in PROJECTIONS if matches(pattern, f"{path}.0.{part}")]
-    if inside and not chosen.experts:
-        raise ModelError(
-            f'model.lora.target_modules: "{pattern}" is a projection of the stacked experts {inside[0]}, which '
-            f'can only be adapted together: use "{STACKED_EXPERTS}"'
-        )
-    if not inside and pattern != STACKED_EXPERTS:
-        raise ModelError(_no_match("target_modules", pattern, either, "linear layer"))
-
-
-def _no_match(key: str, pattern: str, modules: Mapping[str, nn.Module], kind: str) -> str:
-    components = {part for path in modules for part in path.split(".") if not part.isdigit()}
-    leaves = {path.rpartition(".")[2] for path in modules}
-    near = get_close_matches(pattern, sorted(components)) or sorted(leaves)
-    return f'model.lora.{key}: "{pattern}" matches no {kind} of this model; nearest: {_listed(near)}'
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
-
-
-def _check_linear(path: str, module: nn.Linear, owners: _MODULES, model: PreTrainedModel) -> None:
-    if _is_bypassed(path, model):
-        raise ModelError(
-            f"model.lora.target_modules: the model's code reads the weight of {path} without calling it, and would "
-            f"ignore an adapter; remove {path.rpartition('.')[2]} from target_modules"
-        )
+def _check_linear(path: str, module: nn.Linear, owners: _MODULES) -> None:
     for other_path, other in owners.items():
         if other is not module and any(weight is module.weight for weight in other.parameters(recurse=False)):
             raise ModelError(
@@ -183,8 +134,13 @@ def _is_bypassed(path: str, model: PreTrainedModel) -> bool:
     `StateLayers` keeps it from, if it is adapted.
     """
     parent, _, name = path.rpartition(".")
-    read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
     owner_class: Any = type(model.get_submodule(parent))  # Any: mypy takes no class of modules for hashable
+    return _reads_weight(owner_class, name)
+
+
+@functools.lru_cache
+def _reads_weight(owner_class: Any, name: str) -> bool:
+    read = rf"(?<!outproj_weight=)\bself\.{name}\.weight\b(?!\.(dtype|device|shape))"
     return re.search(read, source_of(owner_class)) is not None
 
 
@@ -216,12 +172,6 @@ def _check_experts(path: str, module: nn.Module, model: PreTrainedModel, config:
             f"model.lora.init = 'pissa': {path} is a stack of experts, which are not decomposed; remove "
             f"{STACKED_EXPERTS} from target_modules"
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in filter(partial(matches, path=path), getattr(config, key)):
-            raise ModelError(
-                f'model.lora.{key}: "{pattern}" matches the stack of experts {path}, whose adapters have '
-                "model.lora.rank and model.lora.alpha; write it more narrowly"
-            )
     wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     is_known = all(getattr(module, name, None) is value for name, value in wanted.items())
     if not (is_known and _has_hub_names(path, module, model)):
@@ -583,7 +533,8 @@ def _read_adapter(key: str, path: Path, model: PreTrainedModel) -> tuple[Path, M
         is_one = len(values) == len(names) and all(value.equal(values[0]) for value in values)
         adapted = [name for name in names if f"{name.removesuffix('.weight')}.lora_A.weight" in state]
         if adapted or (values and not is_one):
-            raise ModelError(f"{key} = {path}: it changes only one of {_listed(names)}, which share their weight")
+            shared = ", ".join(names)
+            raise ModelError(f"{key} = {path}: it changes only one of {shared}, which share their weight")
     return folder, scales, state
 
 
