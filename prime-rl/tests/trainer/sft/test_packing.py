@@ -116,7 +116,7 @@ def test_a_length_above_the_capacity_is_refused() -> None:
 def test_padding_is_made_of_untrained_sequences_of_its_own() -> None:
     samples = [TokenizedSample(np.array([1, 2, 3]), np.array([False, True, True]))]
     row = lay_out(samples, row_tokens=9, seq_len=4)
-    assert row.input_ids.tolist() == [1, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert row.input_ids.tolist() == [1, 2, 1, 1, 1, 1, 1, 1, 1]
     assert row.target_ids.tolist() == [2, 3, 0, 0, 0, 0, 0, 0, 0]
     assert row.is_trained.tolist() == [True, True] + [False] * 7
     assert row.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]

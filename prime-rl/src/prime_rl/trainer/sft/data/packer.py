@@ -125,12 +125,14 @@ def lay_out(samples: Sequence[Sample], row_tokens: int, seq_len: int) -> PackedR
     padding = max(0, row_tokens - sum(sample.inputs for sample in samples))
     sequences = [each for sample in samples for each in sample.packed]
     zeros = np.zeros(padding, dtype=np.int64)
+    # Not token 0, by which most models pad: its embedding may be zeros, and of those alone Gemma 3n has no gradient.
+    padding_ids = np.ones(padding, dtype=np.int64)
 
     def joined(parts: Iterable[np.ndarray], behind: np.ndarray, dtype: type = np.int64) -> np.ndarray:
         return np.concatenate([*parts, behind], dtype=dtype)[:row_tokens]
 
     return PackedRow(
-        input_ids=joined((each.token_ids[:-1] for each in sequences), zeros),
+        input_ids=joined((each.token_ids[:-1] for each in sequences), padding_ids),
         target_ids=joined((each.token_ids[1:] for each in sequences), zeros),
         is_trained=joined((each.is_trained[1:] for each in sequences), zeros.astype(bool), bool),
         position_ids=joined((np.arange(each.inputs) for each in sequences), np.arange(padding) % seq_len),
