@@ -121,7 +121,9 @@ def test_it_refuses_to_divide_and_to_adapt_what_cannot_be() -> None:
             without_plan.add(family)
         if not (described.has_experts or any(dense_mlps(block) for block in decoder_blocks(model))):
             without_mlp.add(family)
-        biases = [bias_of(model, each) for each in Routers(model).found.values()] if described.has_experts else ()
+        routers = list(Routers(model).found.values()) if described.has_experts else []
+        assert {each.top_k for each in routers if hasattr(each, "top_k")} <= {described.experts_per_token}, family
+        biases = [bias_of(model, each) for each in routers]
         if described.has_experts and (not biases or any(bias is None for bias in biases)):
             without_bias.add(family)
         if described.has_experts and not any(map(is_routed, model.modules())):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import MetricsServerConfig
@@ -24,6 +24,7 @@ from prime_rl.launch.placement import reserved_ports
 from prime_rl.monitors.base import Heartbeat
 from prime_rl.monitors.prometheus import MetricsServer
 from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.kernels.attention import head_dims
 from prime_rl.trainer.model.build import setup_model
 from prime_rl.trainer.perf import Peak, Performance, flops_per_token, measured_peak_flops
 from prime_rl.trainer.process.errors import TrainerError
@@ -239,6 +240,44 @@ def test_equal_speed_prints_a_higher_mfu_than_upstreams_formula(row_tokens: int,
     assert flops_per_token(model, row_tokens) == 6 * parameters + 12 * 28 * 16 * 128 * row_tokens
     of_upstream = 6 * parameters + 12 * 28 * 16 * (1024 // 16) * row_tokens
     assert round(flops_per_token(model, row_tokens) / of_upstream, 2) == ratio
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "visited", "sizes"),
+    [
+        ("qwen3_moe", "num_experts", "num_experts_per_tok", {}),
+        ("deepseek_v3", "n_routed_experts", "num_experts_per_tok", {"n_group": 1, "first_k_dense_replace": 0}),
+        ("ernie4_5_moe", "moe_num_experts", "moe_k", {"moe_layer_start_index": 0}),
+        ("hunyuan_v1_moe", "num_experts", "moe_topk", {"head_dim": 8}),
+        ("gemma4_text", "num_experts", "top_k_experts", {"enable_moe_block": True, "hidden_size_per_layer_input": 0}),
+    ],
+)
+def test_flops_are_those_of_the_experts_that_a_token_visits(
+    family: str, experts: str, visited: str, sizes: dict[str, Any]
+) -> None:
+    """More experts add the product of the router alone; a visit adds that of one expert."""
+
+    def flops(count: int, visits: int) -> float:
+        common = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, experts: count, visited: visits}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common, **heads, **sizes))
+        return flops_per_token(model, 1)
+
+    width = 24 if family == "hunyuan_v1_moe" else 8
+    of_biases = 4 * 8 if family == "ernie4_5_moe" else 0
+    assert flops(16, 2) - flops(8, 2) == 6 * 8 * 16 + of_biases
+    assert flops(8, 3) - flops(8, 2) == 6 * 3 * 16 * width
+
+
+def test_flops_of_attention_are_those_of_each_layers_heads() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    with torch.device("meta"):
+        gemma4 = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds, head_dim=32, vocab_size=64)
+        )
+    assert head_dims(gemma4.config) == [32, 512]
+    assert flops_per_token(gemma4, 101) - flops_per_token(gemma4, 1) == 12 * 8 * (32 + 512) * 100
 
 
 def test_the_measured_peak_is_that_of_matrix_products() -> None:

@@ -34,6 +34,8 @@ OF_ROUTERS: Mapping[str, Any] = {
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts in a layer of a mixture."""
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+"""Keys of the number of experts that a token visits: of most families, Gemma 4, Hunyuan and Ernie 4.5."""
 
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a model with several parts keeps the config of its language model."""
@@ -317,6 +319,16 @@ class ModelDescription:
         counts = map(self.setting, EXPERT_COUNTS)
         return any(isinstance(count, list) or (isinstance(count, int) and count > 1) for count in counts)
 
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts of a layer a token visits; 1 of a dense model."""
+        return _largest(map(self.setting, _EXPERTS_PER_TOKEN))
+
+    @property
+    def visited_share(self) -> float:
+        """The share of a layer's experts that a token visits."""
+        return self.experts_per_token / _largest(map(self.setting, EXPERT_COUNTS))
+
     def routers_fault(self, model: ModelConfig) -> str | None:
         """Why its routers cannot be trained as the `model` section says; None if nothing in its config says so."""
         key = next((each for each in OF_ROUTERS if getattr(model, each)), None)
@@ -597,6 +609,12 @@ class ModelDescription:
         kind = rope.get("rope_type") or rope.get("type")
         original = rope.get("original_max_position_embeddings") or self.setting("original_max_position_embeddings")
         return kind == "longrope" and bool(original) and (longest or self.setting("max_position_embeddings")) > original
+
+
+def _largest(counts: Iterable[Any]) -> int:
+    """The first number; where it has one for each layer, the largest."""
+    found = next((count for count in counts if count), 1)
+    return int(max(found) if isinstance(found, list) else found)
 
 
 def vision_fault(family: str) -> str | None:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from prime_rl.checks.model_description import ModelDescription
+from prime_rl.trainer.kernels.attention import head_dims
 from prime_rl.trainer.model.quantized import scale_names
 from prime_rl.trainer.model.scoring import output_head
 from prime_rl.trainer.model.vision import language_modules
@@ -58,15 +60,8 @@ def flops_per_token(model: PreTrainedModel, row_tokens: int) -> float:
 
     A frozen parameter counts 4 instead of 6: it gets no gradient, but passes on that of its input.
     """
-    config = model.config.get_text_config()
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    return _matrix_flops(model) + 12 * layers * heads * head_dim(model) * row_tokens
-
-
-def head_dim(model: PreTrainedModel) -> int:
-    """Channels of an attention head: the config's `head_dim`, or hidden size / heads where it has none."""
-    config = model.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = model.config.get_text_config().num_attention_heads
+    return _matrix_flops(model) + 12 * heads * sum(head_dims(model.config)) * row_tokens
 
 
 def published_peak(device: torch.device) -> Peak | None:
@@ -137,10 +132,11 @@ class Performance:
         self._flops = 0.0 if peak is None else flops_per_token(model, row_tokens)
         self._has_exceeded = False
         if peak is not None and process.is_main:
+            heads = " and ".join(map(str, sorted({*head_dims(model.config)})))
             get_logger().info(
                 f"MFU = {self._flops:.4g} FLOP per token * tokens/s / "
                 f"({peak.flops:.4g} FLOP/s * {count_of('process', process.world_size, 'es')}) "
-                f"with 6 P + 12 L H Q T FLOP per token, Q = {head_dim(model)}, T = {row_tokens}"
+                f"with 6 P + 12 L H Q T FLOP per token, Q = {heads}, T = {row_tokens}"
             )
 
     def step(self, tokens: int) -> dict[str, float]:
@@ -196,8 +192,7 @@ def total_memory_gib(device: torch.device) -> float:
 
 
 def _matrix_flops(model: PreTrainedModel) -> int:
-    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None)
-    share = (getattr(model.config, "num_experts_per_tok", None) or 1) / (experts or 1)
+    share = ModelDescription(model.config.to_dict()).visited_share
     head = list(output_head(model).parameters())
     total = sum(_flops_of(p) for p in head)
     # An embedding lookup is not a matrix product. The head, which may share its weight, is counted above.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from prime_rl.checks.disk import PackedShape
 from prime_rl.checks.memory.shapes import ModelShape, Tensors, count
+from prime_rl.checks.model_description import ModelDescription
 from prime_rl.configs.model import (
     ALL_LINEAR,
     DEFAULT_VOCAB_CHUNK,
@@ -185,7 +186,7 @@ def _inner_width(shape: ModelShape, block: Tensors) -> int:
 
 
 def experts_per_token(shape: ModelShape) -> int:
-    return int(shape.config.get("num_experts_per_tok") or 1)
+    return ModelDescription(shape.config).experts_per_token
 
 
 # Head and loss: logits, a few at a time, and what their gradients need.

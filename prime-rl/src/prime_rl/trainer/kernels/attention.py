@@ -169,12 +169,22 @@ def _without_sdpa(model_config: PretrainedConfig) -> tuple[str, str] | None:
     return EAGER, "the model has its own attention code"
 
 
+def head_dims(model_config: PretrainedConfig) -> list[int]:
+    """Channels of an attention head, of each layer: the config's `head_dim`, or hidden size / heads where it has none.
+
+    Gemma 4 has larger heads in some layers. Its config then has no value for all, and one of each layer.
+    """
+    text = model_config.get_text_config()
+    of_layers = getattr(text, "per_layer_config", None)  # of Transformers 5.19
+    layers = [text if of_layers is None else of_layers[index] for index in range(text.num_hidden_layers)]
+    return [getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads for each in layers]
+
+
 def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, int], compute: torch.dtype) -> str:
     model_class = _model_class(model_config)
     if model_class is None:
         return SDPA
-    text = model_config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = set(head_dims(model_config))
     is_plain = (
         model_class._supports_flash_attn
         # Set on models that need extra features of a kernel, such as learned sinks.
@@ -183,7 +193,8 @@ def _best_pytorch_kernel(model_config: PretrainedConfig, capability: tuple[int, 
         and not hasattr(model_config, "v_head_dim")
     )
     is_half = compute in (torch.bfloat16, torch.float16)
-    if is_plain and is_half and capability[0] >= _FIRST_FLASH_GENERATION and head % 8 == 0 and head <= _MAX_VARLEN_HEAD:
+    fits = all(head % 8 == 0 and head <= _MAX_VARLEN_HEAD for head in heads)
+    if is_plain and is_half and capability[0] >= _FIRST_FLASH_GENERATION and fits:
         return VARLEN
     return FLEX if model_class._supports_flex_attn else SDPA
 
