@@ -33,7 +33,7 @@ def test_a_row_of_short_sequences_is_folded_to_the_width_of_the_longest() -> Non
     row = torch.arange(100, 114)[None]
     placed = grid.scatter(row)
     assert placed.shape == (3, 5)
-    assert placed.tolist() == [[103, 104, 105, 106, 107], [110, 111, 112, 113, 0], [100, 101, 102, 108, 109]]
+    assert placed.tolist() == [[103, 104, 105, 106, 107], [110, 111, 112, 113, 1], [100, 101, 102, 108, 109]]
     assert torch.equal(grid.gather(placed[..., None])[:, 0], row[0])
 
 

@@ -154,8 +154,9 @@ class Grid:
     """Position ids. Padding after a row's last sequence continues its positions, so that it starts no new sequence."""
 
     def scatter(self, row_1T: Tensor) -> Tensor:
-        """Arrange a packed row as [R, W], padded with 0."""
-        grid = row_1T.new_zeros(self.position_ids_RW.numel())
+        """Arrange the token ids of a packed row as [R, W], padded with 1: the embedding of 0 may be zeros, whose root
+        has no gradient in Gemma 3n."""
+        grid = row_1T.new_ones(self.position_ids_RW.numel())
         grid[self.cells_T] = row_1T[0]
         return grid.view(self.position_ids_RW.shape)
 
