@@ -219,5 +219,12 @@ def test_the_last_error_of_vllms_engine_is_read_from_the_log(tmp_path: Path) -> 
     log.write_text(log.read_text().partition("Process")[0])
     with log.open("ab") as file:
         assert engine_error(file.fileno()) == "not enough memory"
+    log.write_text(
+        "(Worker pid=8) ERROR 11-28 10:46:59 [multiproc_executor.py:953] ImportError: \n"
+        "(Worker pid=8) ERROR 11-28 10:46:59 [multiproc_executor.py:953] It requires the timm library\n"
+        "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace\n"
+    )
+    with log.open("ab") as file:
+        assert engine_error(file.fileno()) == "ImportError: It requires the timm library"
     with Path("/dev/null").open("ab") as file:
         assert engine_error(file.fileno()) is None

@@ -134,7 +134,10 @@ def serve(config: InferenceConfig, extras: list[str]) -> int:
 
 
 _NO_ENGINE = "Engine core initialization failed"
-_EXCEPTION = re.compile(r"^(?:\(.*?\] )?(?:\w+\.)*\w*(?:Error|Exception): (.+)$", re.MULTILINE)
+_PREFIX = re.compile(r"^\(\w+ pid=.*?\] ?", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception):\s+.+)$", re.MULTILINE)
+_SPEAKING = re.compile(r"^(ValueError|RuntimeError|Exception): ")
+_CONSEQUENCE = "initialization failed due to"
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check.*")
 _TAIL_BYTES = 2**16
 
@@ -148,9 +151,9 @@ def engine_error(log: int) -> str | None:
         return None
     with Path(f"/proc/self/fd/{log}").open("rb") as file:  # a launch opens logs for appending only
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = file.read().decode(errors="replace")
-    found = _EXCEPTION.findall(text)
-    return one_line(_OF_WORKER.sub(r"\1", found[-1])) if found else None
+        text = _PREFIX.sub("", file.read().decode(errors="replace"))
+    found = [error for error in _EXCEPTION.findall(text) if _CONSEQUENCE not in error]
+    return one_line(_OF_WORKER.sub(r"\1", _SPEAKING.sub("", found[-1]))) if found else None
 
 
 def _refuse_settings(args: Namespace) -> None:
