@@ -23,6 +23,7 @@ from prime_rl.checks.start_dir import StartDir
 from prime_rl.configs.model import DebugModelConfig
 from prime_rl.configs.trainer import ModelConfig
 from prime_rl.trainer.model.build import load_model_config, setup_model
+from prime_rl.trainer.perf import flops_per_token
 from prime_rl.trainer.process.errors import ModelError
 from prime_rl.trainer.process.mesh import Mesh, ParallelDims
 from prime_rl.trainer.process.world import destroy_world, setup_world
@@ -77,7 +78,7 @@ def test_the_start_check_says_what_the_trainer_does(mesh: Mesh, tmp_path: Path) 
         try:
             if check is None:
                 type(config)(**tiny(config)).save_pretrained(directory)
-                setup_model(run, mesh)
+                flops_per_token(setup_model(run, mesh), 56)  # which each run counts first
             else:
                 load_model_config(run)
                 if type(config) in AutoModelForCausalLM._model_mapping:
@@ -118,7 +119,7 @@ def test_it_does_so_for_every_family_with_a_tower(mesh: Mesh, tmp_path: Path) ->
             assert described is not None
             checks.add(trained_model_fault(run, StartDir()) or (described.scoring_fault() if is_scored else None))
         try:
-            setup_model(run, mesh, is_scored=is_scored)
+            flops_per_token(setup_model(run, mesh, is_scored=is_scored), 56)
         except ModelError as refusal:
             if None in checks:
                 different[family, section] = refusal

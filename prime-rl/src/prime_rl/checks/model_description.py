@@ -105,9 +105,9 @@ UNTRAINED_FAMILIES = frozenset(
     "blt hrm_text inkling_text longcat_flash modernbert-decoder recurrent_gemma xlstm "
     # Drafts for the decoding of another model.
     "gemma4_assistant gemma4_unified_assistant "
-    # Encoders.
-    "bert big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta roberta-prelayernorm "
-    "roc_bert roformer xlm-roberta xlm-roberta-xl xmod "
+    # Encoders, whose tokens see later ones.
+    "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie megatron-bert reformer rembert roberta "
+    "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod "
     # Decoders of models with an encoder.
     "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus "
     "plbart prophetnet whisper".split()
@@ -115,14 +115,14 @@ UNTRAINED_FAMILIES = frozenset(
 """Causal families that the trainer refuses; docs/models.md has the reasons."""
 
 UNSCORED_FAMILIES = frozenset(
-    "afmoe apertus aria_text bamba bitnet codegen cohere cohere2 cohere2_moe cpmant cwm dbrx deepseek_v32 "
+    "afmoe apertus aria_text bamba bitnet codegen cohere cohere2 cohere2_moe cwm dbrx deepseek_v32 "
     "deepseek_v4 dots1 emu3 ernie4_5 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo fuyu gemma3n "
     "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_text "
     "glm_moe_dsa got_ocr2 gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
     "granitemoeshared hy_v3 hy_v4 hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4 llama4_text mamba "
     "mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mllama mllama_text_model moshi nanochat nemotron_h "
     "olmo_hybrid olmoe phi4_multimodal qwen2_5_vl_text qwen2_vl_text qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe_text "
-    "qwen3_vl_text qwen4_exp qwen4_exp_text rwkv solar_open trocr vaultgemma xglm youtu zaya bert-generation".split()
+    "qwen3_vl_text qwen4_exp qwen4_exp_text rwkv solar_open trocr vaultgemma xglm youtu zaya".split()
 )
 """Families that are trained and of which Transformers has no class for sequence classification, as reward models and
 critics have it."""
