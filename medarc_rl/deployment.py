@@ -34,7 +34,7 @@ class GpuSplit:
     infer: int
     shares_gpus: bool
     allocation_mode: str | None = None
-    """What a config that shares GPUs says of the trainer and of one server. None leaves the config's."""
+    """The value to write where trainer and servers share GPUs: the trainer, and one server. None keeps the config's."""
 
     def __post_init__(self) -> None:
         """Raises UsageError if a node does not have enough GPUs."""

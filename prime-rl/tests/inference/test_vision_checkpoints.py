@@ -108,7 +108,7 @@ async def see(server: Server, model: Any, start: Path, file: Path) -> None:
 
 
 def fetched(server: Server) -> list[str]:
-    """What vLLM asks for if a request names images of a domain that is not allowed, and of one that redirects to it."""
+    """The addresses that vLLM requests for an image on a forbidden domain, and for one that redirects there."""
     asked: list[str] = []
 
     class Redirecting(BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    BertGenerationConfig,
     DeepseekV32Config,
     Gemma2Config,
     GptOssConfig,
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from prime_rl.configs.trainer import ModelConfig
+from prime_rl.configs.trainer import DebugModelConfig, ModelConfig
 from prime_rl.trainer.kernels.attention import (
     EAGER,
     FLEX,
@@ -199,6 +200,14 @@ def test_a_model_that_mixes_the_sequences_of_a_row_gets_a_row_for_each(tiny_mode
         packed = logits_of_row(tokens, *LENGTHS)
         alone = [logits_of_row(sequence, sequence.shape[1]) for sequence in tokens.split(LENGTHS, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_a_model_that_sees_later_tokens_is_refused(mesh: Mesh, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    BertGenerationConfig(**sizes, num_hidden_layers=2, max_position_embeddings=64).save_pretrained(tmp_path)
+    encoder = ModelConfig(name=str(tmp_path), attn=SDPA, seq_len=56, debug=DebugModelConfig(random_init=True))
+    with pytest.raises(ModelError, match="lets sequences of a packed row influence each other"):
+        setup_model(encoder, mesh)
 
 
 @pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic that was never updated"])

@@ -213,13 +213,13 @@ class LowBits(NamedTuple):
     """How an optimizer stores the moments of large matrices."""
 
     bits: int
-    """Of a value."""
+    """Bits of each stored value."""
     block: int
     """Neighbouring values of a row that share a scale."""
 
     @property
     def state_bytes(self) -> float:
-        """Of both moments of a parameter, with their scales."""
+        """Bytes for each parameter: both moments and their scales."""
         return 2 * (self.bits / 8 + 4 / self.block)
 
     def columns(self, shape: Sequence[int]) -> int | None:
@@ -236,6 +236,8 @@ class LowBits(NamedTuple):
 LOW_BITS = {"adamw8bit": LowBits(8, 256), "adamw4bit": LowBits(4, 128)}
 """As bitsandbytes has them, and torchao."""
 _SMALLEST_QUANTIZED = 4096
+PIECE_VALUES = 2**20
+"""Values that 4-bit AdamW unpacks and updates at a time, to bound its temporaries."""
 
 
 def is_rounded(optim: OptimizerConfig) -> bool:

@@ -25,7 +25,7 @@ from prime_rl.configs.model import (
     QuantizationConfig,
     matches,
 )
-from prime_rl.configs.optim import LOW_BITS
+from prime_rl.configs.optim import LOW_BITS, PIECE_VALUES
 
 # Activations: what a decoder block's forward pass keeps for its backward pass, per token. Counted from the operations
 # that autograd records: Transformers' modules on a GPU, our own kernels on a CPU (`trainer/kernels`), which keep less.
@@ -708,7 +708,7 @@ def _in_update(training: Training) -> Parts:
         largest = max(map(prod, training.shape.tensors.values())) // training.shards
         buffers += inside * largest
         if training.optimizer == "adamw4bit":
-            buffers += _UNPACKED_BYTES * min(largest, _UNPACKED_VALUES)
+            buffers += _UNPACKED_BYTES * min(largest, PIECE_VALUES)
     if training.model.optim_cpu_offload and training.device == "cuda":
         largest = max(map(prod, training.shape.tensors.values())) * training.master_bytes // training.shards
         piece = min(max(_OFFLOAD_SLICE_BYTES, largest), training.gradients)
@@ -716,9 +716,8 @@ def _in_update(training: Training) -> Parts:
     return {**parts, "activations": 0, "logits": 0, "buffers": buffers}
 
 
-_UNPACKED_VALUES = 2**20
 _UNPACKED_BYTES = 28
-"""What 4-bit AdamW updates at a time (`AdamW4bit.piece_values`), and its temporaries for each value."""
+"""Temporaries of 4-bit AdamW for each value that it unpacks."""
 
 
 def quantized_bytes(optimizer: str, shape: Sequence[int]) -> int:

@@ -143,9 +143,9 @@ _TAIL_BYTES = 2**16
 
 
 def engine_error(log: int) -> str | None:
-    """What vLLM's engine process has said last before it ended, in the file that this descriptor writes to.
+    """The last error of vLLM's engine process, read from the file behind the descriptor `log`.
 
-    vLLM does not tell its parent. None: it is not a file, as in a terminal.
+    vLLM does not pass it on to its parent process. None if the descriptor is no file, such as a terminal.
     """
     if not stat.S_ISREG(os.fstat(log).st_mode):
         return None

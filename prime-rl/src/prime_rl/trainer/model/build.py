@@ -204,7 +204,8 @@ def _model_logits(model: PreTrainedModel, device: torch.device, kernel: str) -> 
     before = model.config._attn_implementation
     model.config._attn_implementation = kernel
     try:
-        # One forward pass for all: causal attention hides the padding of the shorter sequences.
+        # One forward pass for all: causal attention hides the padding of the shorter sequences. `Grid` pads with
+        # another token than 0, so that a model that sees later tokens does not agree with itself.
         logits_NTV = _all_logits(model, pad_sequence(sequences, batch_first=True))
     finally:
         model.config._attn_implementation = before

@@ -23,7 +23,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from prime_rl.configs.optim import LOW_BITS, LowBits
+from prime_rl.configs.optim import LOW_BITS, PIECE_VALUES, LowBits
 from prime_rl.configs.trainer import (
     AdafactorConfig,
     AdamW4bitConfig,
@@ -431,7 +431,7 @@ class AdamW4bit(_LowBitAdamW):
     ) -> None:
         """Change them as torchao does."""
         levels = [each.to(values.device) for each in (_signed_levels(), _unsigned_levels())]
-        rows = max(_PIECE_VALUES // values.shape[-1], 1)
+        rows = max(PIECE_VALUES // values.shape[-1], 1)
         pieces = (each.view(-1, each.shape[-1]).split(rows) for each in (values, gradient, *moments))
         for own, its_gradient, *stored in zip(*pieces, strict=True):
             kept = [*zip(levels, stored[::2], stored[1::2], strict=True)]
@@ -439,10 +439,6 @@ class AdamW4bit(_LowBitAdamW):
             self.update_plain(own, its_gradient, unpacked, step, group)
             for moment, each in zip(unpacked, kept, strict=True):
                 _pack(moment, *each)
-
-
-_PIECE_VALUES = 2**20
-"""Values that are updated at a time, to bound the temporaries."""
 
 
 def _signed_levels() -> Tensor:
